@@ -1,0 +1,88 @@
+"""The interface every architecture implements. Owns no weights, no files, no requests."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from soloist.models.cache import Cache, StepKind
+from soloist.models.weights import WeightSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class HiddenCapture:
+    """Asks a forward pass to keep the residual stream behind some layers (drafters read it)."""
+
+    # Decoder layers, 0-based, strictly increasing: the residual stream after layer l, before any norm. -1 is the embedding.
+    layers: tuple[int, ...]
+    # (T_max, len(layers), D), the model's dtype; rows 0..T-1 are written in place.
+    hidden: torch.Tensor
+
+    def keep(self, layer: int, x: torch.Tensor) -> None:
+        """Store the residual stream `x` (T, D) behind `layer`, if it was asked for."""
+        if layer in self.layers:
+            self.hidden[: x.shape[0], self.layers.index(layer)] = x
+
+
+class CausalLM(ABC):
+    """A decoder: token ids in, residual stream out; logits on request."""
+
+    # `architectures[0]` of the checkpoints this class reads.
+    architecture: ClassVar[str]
+    # The architecture's own frozen config dataclass; every one has vocab_size, hidden_size, num_hidden_layers,
+    # max_position_embeddings and eos_token_ids (a tuple).
+    config: "ModelConfig"
+
+    @abstractmethod
+    def __init__(self, config: "ModelConfig", weights: WeightSource) -> None:
+        """Pull every tensor from `weights`."""
+
+    @abstractmethod
+    def make_cache(self, max_context_len: int, max_width: int = 16) -> Cache:
+        """Allocate the state of one sequence, for steps of at most `max_width` verified rows."""
+
+    @abstractmethod
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        cache: Cache,
+        kind: StepKind,
+        *,
+        width: torch.Tensor | None = None,
+        capture: HiddenCapture | None = None,
+    ) -> torch.Tensor:
+        """Run the decoder on the T tokens that follow the cache's `context_len`.
+
+        Row t stands at position `context_len + t`. The caller advances the cache with `cache.commit`.
+
+        Args:
+            input_ids: (T,) int64.
+            cache: written in place: attention rows always; recurrent state unless `kind` is VERIFY.
+            kind: PREFILL (any T), DECODE (T = 1) or VERIFY (T <= max_width, recurrent state frozen).
+            width: () int32 on the device; rows at or past it are padding and may cost nothing. None: all rows count.
+            capture: residual streams to keep.
+
+        Returns:
+            (T, D) residual stream before the final norm.
+        """
+
+    @abstractmethod
+    def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Apply the final norm to a residual stream (T, D)."""
+
+    @abstractmethod
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final norm and output head: residual stream (T, D) to logits (T, N) fp32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What every architecture's config has in common; each model file extends it."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    max_position_embeddings: int
+    # Ids that end an answer, from the model's config; the tokenizer's are added by `llm`.
+    eos_token_ids: tuple[int, ...]
