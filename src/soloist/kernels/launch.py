@@ -1,0 +1,89 @@
+"""How Triton kernels are launched: programmatic dependent launch, arrival counters, the interpreter.
+
+Owns the one place where Triton is imported as optional (CPU installs do not have it), the switch for programmatic dependent
+launch (PDL) and the zeroed counters that last-arriver combines use.
+
+A kernel of a step takes a constexpr `PDL` and calls `wait_for_producers(PDL)` before it reads anything that the kernel before it
+wrote, then `let_consumers_start(PDL)`. Every kernel waits, so whatever was written two launches earlier is complete when a kernel
+starts: weights, and state of the previous step, may be read before the wait.
+
+Source: CUDA programming guide, programmatic dependent launch; PTX `griddepcontrol`.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    HAS_TRITON = False
+else:
+    HAS_TRITON = True
+
+# Whether kernels run in Triton's interpreter, on CPU tensors (tests without a GPU).
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "") == "1"
+
+_NUM_COUNTERS = 1 << 16
+
+_pdl: ContextVar[bool] = ContextVar("pdl", default=True)
+
+
+@contextmanager
+def programmatic_launch(is_enabled: bool) -> Iterator[None]:
+    """Launch kernels with PDL, or not, inside the block (the `--pdl` rung of the benchmark's ladder)."""
+    token = _pdl.set(is_enabled)
+    try:
+        yield
+    finally:
+        _pdl.reset(token)
+
+
+def pdl_options() -> dict[str, Any]:
+    """Keyword arguments that launch a kernel with, or without, PDL: its constexpr `PDL` and the launch attribute."""
+    is_enabled = _pdl.get() and not IS_INTERPRETED
+    return {"PDL": True, "launch_pdl": True} if is_enabled else {"PDL": False}
+
+
+@cache
+def arrival_counters(device: torch.device) -> torch.Tensor:
+    """Counters for last-arriver combines: (65536,) int32, zero between kernels.
+
+    Shared by every kernel of one device, since a step runs on one stream: each kernel leaves the counters it used at zero, and
+    none touches them before its wait.
+    """
+    return torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=device)
+
+
+if HAS_TRITON:
+
+    @triton.jit
+    def wait_for_producers(PDL: tl.constexpr):
+        """Wait until the kernels this one depends on are complete and their writes visible."""
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+
+    @triton.jit
+    def let_consumers_start(PDL: tl.constexpr):
+        """Allow the next kernel of the stream to start; it waits for this one's end by itself."""
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+
+    @triton.jit
+    def is_last_arriver(counter_ptr, num_programs):
+        """Count one arrival; true in the program that arrives last, which also resets the counter.
+
+        Writes of every arrived program made before the call are visible to the last one.
+        """
+        tl.debug_barrier()
+        is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == num_programs - 1
+        if is_last:
+            tl.store(counter_ptr, 0)
+        tl.debug_barrier()
+        return is_last
