@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from soloist.models.cache import Cache, StepKind
-from soloist.models.weights import WeightSource
+from soloist.models.weights import LoadReport, WeightSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,17 @@ class CausalLM(ABC):
     # The architecture's own frozen config dataclass; every one has vocab_size, hidden_size, num_hidden_layers,
     # max_position_embeddings and eos_token_ids (a tuple).
     config: "ModelConfig"
+    # How the weights were loaded; set by `load_model`.
+    report: LoadReport
+
+    @classmethod
+    def ignores_tensor(cls, config: "ModelConfig", name: str) -> bool:
+        """Say whether a checkpoint of this `config` may hold tensor `name` although the model never asks for it.
+
+        Only known harmless extras; an architecture adds its own to these two: rotary frequencies that old exporters
+        stored, and next-token-prediction heads under `model.mtp`.
+        """
+        return name.endswith("rotary_emb.inv_freq") or name.startswith("model.mtp")
 
     @abstractmethod
     def __init__(self, config: "ModelConfig", weights: WeightSource) -> None:

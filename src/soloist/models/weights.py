@@ -27,6 +27,23 @@ class Part:
     shape: tuple[int, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What loading a model's weights did."""
+
+    # Bytes the weights take as they are held, by format: a dtype's name ("bfloat16") or a packed kind ("int4").
+    bytes_by_format: dict[str, int]
+    # Worst relative RMS error of a packed weight against the checkpoint's own values, by packed kind; measured on rows
+    # spread over each matrix.
+    packing_error: dict[str, float]
+    load_s: float
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights together."""
+        return sum(self.bytes_by_format.values())
+
+
 class WeightSource(ABC):
     """Gives a model its tensors, on `device`, in `dtype` unless a method says otherwise."""
 
