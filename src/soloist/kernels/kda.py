@@ -1,0 +1,458 @@
+"""Kimi Delta Attention (KDA): short convolutions, gates, the delta rule with a decay per key channel, gated norm.
+
+Owns the four forms of the operator (step, chunk, verify, commit). The projections before it and after it are `linear`s.
+
+Equations, per head and token t; [q~ k~ v~] is a row of `qkv`, S (V, K) the state, fp32:
+
+    q, k, v = silu(sum_j w_j * [q~ k~ v~]_{t-3+j}), j = 0..3, depthwise
+    q, k    = q / sqrt(sum(q^2) + 1e-6) * K^-0.5,  k / sqrt(sum(k^2) + 1e-6)
+    g       = lower_bound * sigmoid(exp(A_log) * (f + dt_bias))      with a lower bound (Ling)
+              -exp(A_log) * softplus(f + dt_bias)                    without one (Kimi)
+    u       = sigmoid(b) * (v - S diag(exp(g)) k)
+    S       = S diag(exp(g)) + u k^T
+    y       = rms_norm(S q) * o_norm * sigmoid(gate)
+
+Rounding, the same in every form: the convolution's output is rounded to the model's dtype after its SiLU, S q before
+the output norm, y at the end. Everything between is fp32, above all the residual v - S k.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from soloist.kernels.check import expect, use_reference
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# Rows that one triangular system ties together, and rows whose decays are formed pair by pair.
+CHUNK = 64
+SUB_CHUNK = 16
+# Rows of a prefill worked on at once; bounds the temporaries to about 1 KiB per row, head and key channel.
+MAX_ROWS = 1024
+# Added to the sum of squares inside the root; independent of the norms' eps.
+L2_EPS = 1e-6
+
+
+class _Rows(NamedTuple):
+    """What the recurrence reads, fp32, and the raw convolution inputs behind it."""
+
+    q: torch.Tensor  # (H, T, K)
+    k: torch.Tensor  # (H, T, K)
+    v: torch.Tensor  # (H, T, V)
+    g: torch.Tensor  # (H, T, K)
+    beta: torch.Tensor  # (H, T, 1)
+    # The three inputs before this step, then this step's.
+    window: torch.Tensor  # (3+T, C)
+
+
+def _l2_norm(x: torch.Tensor) -> torch.Tensor:
+    """Normalise the last axis: x / sqrt(sum(x^2) + 1e-6)."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
+
+
+def _prepare(
+    qkv: torch.Tensor,
+    f: torch.Tensor,
+    b: torch.Tensor,
+    conv_w: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    conv: torch.Tensor,
+    num_heads: int,
+    lower_bound: float | None,
+) -> _Rows:
+    """Turn raw projections into the recurrence's inputs: convolution, SiLU, L2 norm, gates."""
+    T, H, K = qkv.shape[0], num_heads, f.shape[1] // num_heads
+    window = torch.cat([conv, qkv])  # (3+T, C)
+    taps = conv_w.float()
+    mixed = window[:T].float() * taps[:, 0]
+    for tap in range(1, 4):
+        mixed += window[tap : tap + T].float() * taps[:, tap]
+    mixed = F.silu(mixed).to(qkv.dtype).float()  # (T, C)
+    q, k, v = mixed.split([H * K, H * K, qkv.shape[1] - 2 * H * K], dim=1)
+    q = _l2_norm(q.view(T, H, K)) * K**-0.5
+    k = _l2_norm(k.view(T, H, K))
+    rate = A_log.exp()[:, None]  # (H, 1)
+    drive = f.float().view(T, H, K) + dt_bias.view(H, K)
+    g = -rate * F.softplus(drive) if lower_bound is None else lower_bound * torch.sigmoid(rate * drive)  # (T, H, K)
+    beta = torch.sigmoid(b.float())[..., None]  # (T, H, 1)
+    by_head = [x.transpose(0, 1) for x in (q, k, v.view(T, H, -1), g, beta)]
+    return _Rows(*by_head, window)
+
+
+def _finish(o: torch.Tensor, gate: torch.Tensor, o_norm: torch.Tensor, eps: float) -> torch.Tensor:
+    """Norm and gate what the recurrence reads: (H, T, V) fp32 to (T, H*V) in the gate's dtype."""
+    o = o.transpose(0, 1).to(gate.dtype).float()  # (T, H, V)
+    y = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + eps) * o_norm.float()
+    return (y * torch.sigmoid(gate.float().view(y.shape))).to(gate.dtype).flatten(1)
+
+
+def kda_recurrent_ref(
+    qkv: torch.Tensor,
+    f: torch.Tensor,
+    gate: torch.Tensor,
+    b: torch.Tensor,
+    conv_w: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    o_norm: torch.Tensor,
+    eps: float,
+    state: torch.Tensor,
+    conv: torch.Tensor,
+    *,
+    num_heads: int,
+    lower_bound: float | None,
+) -> torch.Tensor:
+    """Run the recurrence token by token, any T: the definition that every other form must equal."""
+    rows = _prepare(qkv, f, b, conv_w, A_log, dt_bias, conv, num_heads, lower_bound)
+    o = torch.empty_like(rows.v)  # (H, T, V)
+    for t in range(qkv.shape[0]):
+        k, q = rows.k[:, t, :, None], rows.q[:, t, :, None]  # (H, K, 1)
+        state *= rows.g[:, t, None].exp()
+        u = rows.beta[:, t, None] * (rows.v[:, t, :, None] - state @ k)  # (H, V, 1)
+        state += u * k.mT
+        o[:, t] = (state @ q).squeeze(-1)
+    conv.copy_(rows.window[-3:])
+    return _finish(o, gate, o_norm, eps)
+
+
+# One token is the recurrence at T = 1.
+kda_step_ref = kda_recurrent_ref
+
+
+def _decay_to_end(g: torch.Tensor) -> torch.Tensor:
+    """exp(sum of the g of all later rows) for each row of g (..., C, K); a sum, never a difference of sums."""
+    later = g.flip(-2).cumsum(-2).flip(-2)[..., 1:, :]
+    return F.pad(later, (0, 0, 0, 1)).exp()
+
+
+def _pair_decay(g: torch.Tensor) -> torch.Tensor:
+    """D_ij = exp(g_{j+1} + ... + g_i) for i >= j, else 0: (..., C, K) to (..., C, C, K)."""
+    below = torch.ones(g.shape[-2], g.shape[-2], dtype=torch.bool, device=g.device).tril(-1)  # (C, C)
+    exponents = (g[..., :, None, :] * below[..., None]).cumsum(-3)
+    return exponents.exp() * ~below.mT[..., None]
+
+
+def _decayed_products(x: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """sum_d x_i[d] exp(g_{j+1} + ... + g_i)[d] k_j[d] for i >= j, else 0: x (..., C, K) to (..., C, C).
+
+    Pairs inside a sub-chunk sum their own exponents; pairs across sub-chunks meet at the later one's first row, so that
+    no factor exceeds 1: correct for any decay, also one that underflows within a few rows.
+    """
+    C = k.shape[-2]
+    products = x.new_zeros(*x.shape[:-1], C)
+    for start in range(0, C, SUB_CHUNK):
+        rows = slice(start, min(start + SUB_CHUNK, C))
+        x_rows, k_rows, g_rows = x[..., rows, :], k[..., rows, :], g[..., rows, :]
+        decayed_k = _pair_decay(g_rows) * k_rows[..., None, :, :]  # (..., C', C', K)
+        products[..., rows, rows] = torch.einsum("x...id,...ijd->x...ij", x_rows, decayed_k)
+        if start:
+            earlier_k = k[..., :start, :] * _decay_to_end(g[..., :start, :])
+            products[..., rows, :start] = (x_rows * g_rows.cumsum(-2).exp()) @ earlier_k.mT
+    return products
+
+
+def _solve(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give M = (I + L)^-1 diag(beta), L_ij = beta_i (k_i . D_ij k_j) below the diagonal, and P_ij = q_i . D_ij k_j."""
+    kk, qk = _decayed_products(torch.stack([k, q]), k, g)  # (..., C, C)
+    system = (beta * kk).tril(-1)
+    inverse = torch.linalg.solve_triangular(system, torch.diag_embed(beta[..., 0]), upper=False, unitriangular=True)
+    return inverse, qk
+
+
+def _scan_chunks(rows: _Rows, state: torch.Tensor) -> torch.Tensor:
+    """Advance `state` (H, V, K) in place over some rows, a chunk at a time, and give S q (H, T, V)."""
+    T = rows.q.shape[1]
+    num_chunks = -(-T // CHUNK)
+    # Padding rows have beta = 0 and g = 0: they write nothing and decay nothing.
+    padding = (0, 0, 0, num_chunks * CHUNK - T)
+    q, k, v, g, beta = (F.pad(x, padding).unflatten(1, (num_chunks, CHUNK)) for x in rows[:5])  # (H, n, C, .)
+    inverse, scores = _solve(q, k, g, beta)  # (H, n, C, C)
+    from_start = g.cumsum(-2).exp()  # (H, n, C, K)
+    q_start, k_start, k_end = q * from_start, k * from_start, k * _decay_to_end(g)
+    o = torch.empty_like(v)
+    S = state.mT  # (H, K, V)
+    for i in range(num_chunks):
+        u = inverse[:, i] @ (v[:, i] - k_start[:, i] @ S)  # (H, C, V)
+        o[:, i] = q_start[:, i] @ S + scores[:, i] @ u
+        S = from_start[:, i, -1, :, None] * S + k_end[:, i].mT @ u
+    state.copy_(S.mT)
+    return o.flatten(1, 2)[:, :T]
+
+
+def kda_chunk_ref(
+    qkv: torch.Tensor,
+    f: torch.Tensor,
+    gate: torch.Tensor,
+    b: torch.Tensor,
+    conv_w: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    o_norm: torch.Tensor,
+    eps: float,
+    state: torch.Tensor,
+    conv: torch.Tensor,
+    *,
+    num_heads: int,
+    lower_bound: float | None,
+) -> torch.Tensor:
+    """Run the recurrence in WY form, 64 rows per triangular system; only the state passes from chunk to chunk."""
+    rows = _prepare(qkv, f, b, conv_w, A_log, dt_bias, conv, num_heads, lower_bound)
+    parts = zip(*(x.split(MAX_ROWS, dim=1) for x in rows[:5]), strict=True)
+    o = torch.cat([_scan_chunks(_Rows(*part, rows.window), state) for part in parts], dim=1)  # (H, T, V)
+    conv.copy_(rows.window[-3:])
+    return _finish(o, gate, o_norm, eps)
+
+
+def kda_verify_ref(
+    qkv: torch.Tensor,
+    f: torch.Tensor,
+    gate: torch.Tensor,
+    b: torch.Tensor,
+    conv_w: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    o_norm: torch.Tensor,
+    eps: float,
+    state: torch.Tensor,
+    conv: torch.Tensor,
+    verify_k: torch.Tensor,
+    verify_u: torch.Tensor,
+    verify_g: torch.Tensor,
+    verify_conv: torch.Tensor,
+    *,
+    num_heads: int,
+    lower_bound: float | None,
+) -> torch.Tensor:
+    """Run the recurrence as one small chunk from a frozen state and keep k, u, g and the raw rows for the commit."""
+    T = qkv.shape[0]
+    q, k, v, g, beta, _ = _prepare(qkv, f, b, conv_w, A_log, dt_bias, conv, num_heads, lower_bound)
+    inverse, scores = _solve(q, k, g, beta)  # (H, T, T)
+    from_start = g.cumsum(1).exp()  # (H, T, K)
+    u = inverse @ (v - (k * from_start) @ state.mT)  # (H, T, V)
+    o = (q * from_start) @ state.mT + scores @ u
+    for kept, x in ((verify_k, k), (verify_u, u), (verify_g, g)):
+        kept[:T] = x.transpose(0, 1)
+    verify_conv[:T] = qkv
+    return _finish(o, gate, o_norm, eps)
+
+
+def kda_commit_ref(
+    state: torch.Tensor,
+    conv: torch.Tensor,
+    verify_k: torch.Tensor,
+    verify_u: torch.Tensor,
+    verify_g: torch.Tensor,
+    verify_conv: torch.Tensor,
+    num_rows: torch.Tensor,
+) -> None:
+    """Apply the first `num_rows` kept rows to the states; equation in `kda_commit`."""
+    row = torch.arange(verify_k.shape[1], device=state.device)
+    is_kept = (row < num_rows)[:, None, None]  # (T, 1, 1)
+    # Rows past num_rows hold rejected drafts or were never written: select, never multiply by zero.
+    k, u, g = (x.where(is_kept, 0).transpose(1, 2) for x in (verify_k, verify_u, verify_g))  # (L, H, T, .)
+    state *= g.sum(2).exp()[:, :, None]
+    state += u.mT @ (k * _decay_to_end(g))
+    window = torch.cat([conv, verify_conv], dim=1)  # (L, 3+T, C)
+    conv.copy_(window.index_select(1, num_rows + torch.arange(3, device=state.device)))
+
+
+def _expect_layer(
+    qkv: torch.Tensor,
+    f: torch.Tensor,
+    gate: torch.Tensor,
+    b: torch.Tensor,
+    conv_w: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    o_norm: torch.Tensor,
+    state: torch.Tensor,
+    conv: torch.Tensor,
+    num_heads: int,
+) -> dict[str, int]:
+    """Check the arguments that step, chunk and verify share, and give the sizes by letter; "C" counts the channels."""
+    dims = {"H": num_heads, "C": qkv.shape[-1]}
+    dtype = qkv.dtype
+    expect(qkv, "T C", FLOATS, dims, name="qkv")
+    expect(state, "H V K", torch.float32, dims, name="state")
+    key_channels, value_channels = num_heads * dims["K"], num_heads * dims["V"]
+    assert dims["C"] == 2 * key_channels + value_channels, f"qkv has {dims['C']} channels, state says H, V, K = {dims}"
+    expect(f, f"T {key_channels}", dtype, dims, name="f")
+    expect(gate, f"T {value_channels}", dtype, dims, name="gate")
+    expect(b, "T H", dtype, dims, name="b")
+    expect(conv_w, "C 4", (dtype, torch.float32), dims, name="conv_w")
+    expect(A_log, "H", torch.float32, dims, name="A_log")
+    expect(dt_bias, f"{key_channels}", torch.float32, dims, name="dt_bias")
+    expect(o_norm, "V", (dtype, torch.float32), dims, name="o_norm")
+    expect(conv, "3 C", dtype, dims, name="conv")
+    return dims
+
+
+def kda_step(
+    qkv: torch.Tensor,
+    f: torch.Tensor,
+    gate: torch.Tensor,
+    b: torch.Tensor,
+    conv_w: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    o_norm: torch.Tensor,
+    eps: float,
+    state: torch.Tensor,
+    conv: torch.Tensor,
+    *,
+    num_heads: int,
+    lower_bound: float | None,
+) -> torch.Tensor:
+    """Decode one token. The module's docstring has the equations.
+
+    Args:
+        qkv: (1, C) raw projections [q k v], C = H*(K+K+V), head by head within each. Rows may be strided.
+        f: (1, H*K) decay projection, qkv's dtype.
+        gate: (1, H*V) output gate projection, qkv's dtype.
+        b: (1, H) write strength projection, qkv's dtype.
+        conv_w: (C, 4) taps, oldest input first; qkv's dtype or fp32.
+        A_log: (H) fp32.
+        dt_bias: (H*K) fp32.
+        o_norm: (V) weight of the output norm; qkv's dtype or fp32.
+        eps: of the output norm.
+        state: (H, V, K) fp32, K contiguous, written in place.
+        conv: (3, C) qkv's dtype, the last three raw rows, oldest first, written in place.
+        num_heads: H.
+        lower_bound: of the log decay, below 0; None selects the softplus law.
+
+    Returns:
+        (1, H*V) in qkv's dtype.
+
+    Source: Kimi Linear, arXiv 2510.26692, section 3; the bounded gate: `naive_kda_lowerbound_gate` of fla-core (MIT).
+    """
+    dims = _expect_layer(qkv, f, gate, b, conv_w, A_log, dt_bias, o_norm, state, conv, num_heads)
+    assert dims["T"] == 1, f"a step is one row, got {dims['T']}"
+    if not use_reference(qkv):
+        raise NotImplementedError("kda_step has no CUDA kernel; SOLOIST_REFERENCE=1 runs the reference there")
+    return kda_step_ref(
+        qkv, f, gate, b, conv_w, A_log, dt_bias, o_norm, eps, state, conv, num_heads=num_heads, lower_bound=lower_bound
+    )
+
+
+def kda_chunk(
+    qkv: torch.Tensor,
+    f: torch.Tensor,
+    gate: torch.Tensor,
+    b: torch.Tensor,
+    conv_w: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    o_norm: torch.Tensor,
+    eps: float,
+    state: torch.Tensor,
+    conv: torch.Tensor,
+    *,
+    num_heads: int,
+    lower_bound: float | None,
+) -> torch.Tensor:
+    """Prefill any number of tokens; arguments and equations as in `kda_step`, with T rows.
+
+    Chunked, for i, j in a chunk that starts from state S_0 (K, V), G the cumulated g, D_ij = exp(G_i - G_j):
+
+        L_ij = beta_i sum(k_i D_ij k_j), i > j      M = (I + L)^-1 diag(beta)
+        N    = M (V - (exp(G) K) S_0)               row i is u_i of the recurrence
+        O    = (exp(G) Q) S_0 + P N                 P_ij = sum(q_i D_ij k_j), i >= j
+        S    = diag(exp(G_last)) S_0 + (exp(G_last - G) K)^T N
+
+    Returns:
+        (T, H*V) in qkv's dtype; `state` and `conv` are written in place.
+
+    Source: Kimi Linear, arXiv 2510.26692, section 3 (the chunkwise form).
+    """
+    _expect_layer(qkv, f, gate, b, conv_w, A_log, dt_bias, o_norm, state, conv, num_heads)
+    if not use_reference(qkv):
+        raise NotImplementedError("kda_chunk has no CUDA kernel; SOLOIST_REFERENCE=1 runs the reference there")
+    return kda_chunk_ref(
+        qkv, f, gate, b, conv_w, A_log, dt_bias, o_norm, eps, state, conv, num_heads=num_heads, lower_bound=lower_bound
+    )
+
+
+def kda_verify(
+    qkv: torch.Tensor,
+    f: torch.Tensor,
+    gate: torch.Tensor,
+    b: torch.Tensor,
+    conv_w: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    o_norm: torch.Tensor,
+    eps: float,
+    state: torch.Tensor,
+    conv: torch.Tensor,
+    verify_k: torch.Tensor,
+    verify_u: torch.Tensor,
+    verify_g: torch.Tensor,
+    verify_conv: torch.Tensor,
+    *,
+    num_heads: int,
+    lower_bound: float | None,
+) -> torch.Tensor:
+    """Run T <= 16 tokens of which some may be rejected: `state` and `conv` are read only.
+
+    Arguments and equations as in `kda_step` and `kda_chunk`, and:
+
+    Args:
+        verify_k: (T_max, H, K) fp32; rows 0..T-1 get the normalised keys, in place.
+        verify_u: (T_max, H, V) fp32; likewise the new values u.
+        verify_g: (T_max, H, K) fp32; likewise the log decays g, not cumulated.
+        verify_conv: (T_max, C) qkv's dtype; likewise the raw rows.
+
+    Returns:
+        (T, H*V) in qkv's dtype.
+
+    Source: Kimi Linear, arXiv 2510.26692, section 3 (the chunkwise form with one chunk).
+    """
+    dims = _expect_layer(qkv, f, gate, b, conv_w, A_log, dt_bias, o_norm, state, conv, num_heads)
+    expect(verify_k, "T_max H K", torch.float32, dims, name="verify_k")
+    expect(verify_u, "T_max H V", torch.float32, dims, name="verify_u")
+    expect(verify_g, "T_max H K", torch.float32, dims, name="verify_g")
+    expect(verify_conv, "T_max C", qkv.dtype, dims, name="verify_conv")
+    assert dims["T"] <= min(SUB_CHUNK, dims["T_max"]), f"{dims['T']} rows to verify, room for {dims['T_max']}"
+    if not use_reference(qkv):
+        raise NotImplementedError("kda_verify has no CUDA kernel; SOLOIST_REFERENCE=1 runs the reference there")
+    layer = (qkv, f, gate, b, conv_w, A_log, dt_bias, o_norm, eps, state, conv)
+    kept = (verify_k, verify_u, verify_g, verify_conv)
+    return kda_verify_ref(*layer, *kept, num_heads=num_heads, lower_bound=lower_bound)
+
+
+def kda_commit(
+    state: torch.Tensor,
+    conv: torch.Tensor,
+    verify_k: torch.Tensor,
+    verify_u: torch.Tensor,
+    verify_g: torch.Tensor,
+    verify_conv: torch.Tensor,
+    num_rows: torch.Tensor,
+) -> None:
+    """Advance the states of all layers by the first `num_rows` rows that a verify step kept.
+
+        S = S diag(exp(G)) + sum_i u_i (exp(G - G_i) k_i)^T,    G_i = g_1 + ... + g_i,  G = G_{num_rows}
+
+    Args:
+        state: (L, H, V, K) fp32, written in place.
+        conv: (L, 3, C), written in place: the last three raw rows up to the last kept one.
+        verify_k: (L, T, H, K) fp32; here and below rows at or past `num_rows` may hold anything.
+        verify_u: (L, T, H, V) fp32.
+        verify_g: (L, T, H, K) fp32.
+        verify_conv: (L, T, C) conv's dtype.
+        num_rows: () int32, 0..T, on the device; never read by the host.
+
+    Source: Kimi Linear, arXiv 2510.26692, section 3 (the state update of the chunkwise form).
+    """
+    dims: dict[str, int] = {}
+    expect(state, "L H V K", torch.float32, dims, name="state")
+    expect(conv, "L 3 C", FLOATS, dims, name="conv")
+    expect(verify_k, "L T H K", torch.float32, dims, name="verify_k")
+    expect(verify_u, "L T H V", torch.float32, dims, name="verify_u")
+    expect(verify_g, "L T H K", torch.float32, dims, name="verify_g")
+    expect(verify_conv, "L T C", conv.dtype, dims, name="verify_conv")
+    expect(num_rows, "", torch.int32, dims, name="num_rows")
+    if not use_reference(state):
+        raise NotImplementedError("kda_commit has no CUDA kernel; SOLOIST_REFERENCE=1 runs the reference there")
+    kda_commit_ref(state, conv, verify_k, verify_u, verify_g, verify_conv, num_rows)
