@@ -76,8 +76,8 @@ def _prepare(
     drive = f.float().view(T, H, K) + dt_bias.view(H, K)
     g = -rate * F.softplus(drive) if lower_bound is None else lower_bound * torch.sigmoid(rate * drive)  # (T, H, K)
     beta = torch.sigmoid(b.float())[..., None]  # (T, H, 1)
-    by_head = [x.transpose(0, 1) for x in (q, k, v.view(T, H, -1), g, beta)]
-    return _Rows(*by_head, window)
+    q, k, v, g, beta = (x.transpose(0, 1) for x in (q, k, v.view(T, H, -1), g, beta))  # (H, T, .)
+    return _Rows(q, k, v, g, beta, window)
 
 
 def _finish(o: torch.Tensor, gate: torch.Tensor, o_norm: torch.Tensor, eps: float) -> torch.Tensor:
@@ -160,13 +160,15 @@ def _solve(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
     return inverse, qk
 
 
-def _scan_chunks(rows: _Rows, state: torch.Tensor) -> torch.Tensor:
-    """Advance `state` (H, V, K) in place over some rows, a chunk at a time, and give S q (H, T, V)."""
-    T = rows.q.shape[1]
+def _scan_chunks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
+) -> torch.Tensor:
+    """Advance `state` (H, V, K) in place over rows (H, T, .), a chunk at a time, and give S q (H, T, V)."""
+    T = q.shape[1]
     num_chunks = -(-T // CHUNK)
     # Padding rows have beta = 0 and g = 0: they write nothing and decay nothing.
     padding = (0, 0, 0, num_chunks * CHUNK - T)
-    q, k, v, g, beta = (F.pad(x, padding).unflatten(1, (num_chunks, CHUNK)) for x in rows[:5])  # (H, n, C, .)
+    q, k, v, g, beta = (F.pad(x, padding).unflatten(1, (num_chunks, CHUNK)) for x in (q, k, v, g, beta))  # (H, n, C, .)
     inverse, scores = _solve(q, k, g, beta)  # (H, n, C, C)
     from_start = g.cumsum(-2).exp()  # (H, n, C, K)
     q_start, k_start, k_end = q * from_start, k * from_start, k * _decay_to_end(g)
@@ -199,7 +201,7 @@ def kda_chunk_ref(
     """Run the recurrence in WY form, 64 rows per triangular system; only the state passes from chunk to chunk."""
     rows = _prepare(qkv, f, b, conv_w, A_log, dt_bias, conv, num_heads, lower_bound)
     parts = zip(*(x.split(MAX_ROWS, dim=1) for x in rows[:5]), strict=True)
-    o = torch.cat([_scan_chunks(_Rows(*part, rows.window), state) for part in parts], dim=1)  # (H, T, V)
+    o = torch.cat([_scan_chunks(*part, state) for part in parts], dim=1)  # (H, T, V)
     conv.copy_(rows.window[-3:])
     return _finish(o, gate, o_norm, eps)
 
