@@ -161,7 +161,7 @@ def _solve(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 
 
 def _scan_chunks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
+    state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 ) -> torch.Tensor:
     """Advance `state` (H, V, K) in place over rows (H, T, .), a chunk at a time, and give S q (H, T, V)."""
     T = q.shape[1]
@@ -201,7 +201,7 @@ def kda_chunk_ref(
     """Run the recurrence in WY form, 64 rows per triangular system; only the state passes from chunk to chunk."""
     rows = _prepare(qkv, f, b, conv_w, A_log, dt_bias, conv, num_heads, lower_bound)
     parts = zip(*(x.split(MAX_ROWS, dim=1) for x in rows[:5]), strict=True)
-    o = torch.cat([_scan_chunks(*part, state) for part in parts], dim=1)  # (H, T, V)
+    o = torch.cat([_scan_chunks(state, *part) for part in parts], dim=1)  # (H, T, V)
     conv.copy_(rows.window[-3:])
     return _finish(o, gate, o_norm, eps)
 

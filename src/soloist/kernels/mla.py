@@ -50,7 +50,7 @@ def _prepare(
     sin: torch.Tensor | None,
     num_heads: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rotate, and write the cache; give q_n (H, T, Kn), q_r (H, T, P), c (S, R), k_r (S, P) up to the last row, fp32."""
+    """Rotate and write the cache; give q_n (H, T, Kn), q_r (H, T, P), c (S, R), k_r (S, P) so far, in fp32."""
     T, R = q.shape[0], kv_norm.shape[0]
     P = kv.shape[1] - R
     start = int(context_len)

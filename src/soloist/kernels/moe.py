@@ -12,9 +12,9 @@ Equations, per token, h = rms_norm(x):
     expert(h) = down a,  [gate, up] = gate_up h
     a         = min(silu(gate), limit) * clamp(up, -limit, limit)            without limit: silu(gate) * up
 
-Among equals the lowest group, then the lowest expert wins. Rounding: h and a are rounded to the model's dtype, as inputs of
-products; the router's logits and everything behind a are fp32, summed from x over the shared expert to the chosen experts
-in ascending order, and rounded once.
+Among equals the lowest group, then the lowest expert wins. Rounding: h and a are rounded to the model's dtype, as inputs
+of products; the router's logits and everything behind a are fp32, summed from x over the shared expert to the chosen
+experts in ascending order, and rounded once.
 """
 
 from dataclasses import dataclass
@@ -155,7 +155,7 @@ def moe(
         settings: the router's.
         limit: of the routed experts' SwiGLU, above 0; None: no clamp.
         shared_limit: likewise of the shared expert's.
-        width: () int32 on the device. Rows at or past it are returned as they came and touch no expert. None: all rows count.
+        width: () int32 on the device. Rows at or past it come back unchanged and touch no expert. None: all rows count.
 
     Returns:
         (T, D) in x's dtype.
