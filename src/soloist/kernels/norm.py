@@ -1,0 +1,67 @@
+"""RMS norms. Owns the plain and the gated form; norms fused with a linear map are in `linear.py`."""
+
+import torch
+import torch.nn.functional as F
+
+from soloist.kernels.check import expect, use_reference
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Compute the RMS norm in fp32, rounded once to `x`'s dtype."""
+    return F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps).to(x.dtype)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalise each row by its root mean square.
+
+    y = x / sqrt(mean(x^2) + eps) * weight
+
+    Args:
+        x: (T, D).
+        weight: (D), the dtype of `x` or fp32.
+        eps: added to the mean square.
+
+    Returns:
+        (T, D), the dtype of `x`: fp32 inside, one rounding.
+
+    Source: Zhang and Sennrich 2019 (arXiv 1910.07467), equation 4.
+    """
+    dims: dict[str, int] = {}
+    expect(x, "T D", FLOATS, dims, name="x")
+    expect(weight, "D", (x.dtype, torch.float32), dims, name="weight")
+    if use_reference(x):
+        return rms_norm_ref(x, weight, eps)
+    raise NotImplementedError("rms_norm has no CUDA kernel yet: set SOLOIST_REFERENCE=1")
+
+
+def gated_rms_norm_ref(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Compute the RMS norm of each head times a sigmoid gate in fp32, rounded once to `x`'s dtype."""
+    normed = F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps)
+    return (normed * torch.sigmoid(gate.float())).to(x.dtype)
+
+
+def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalise each head by its root mean square and gate it.
+
+    y = x / sqrt(mean(x^2) + eps) * weight * sigmoid(gate), the mean over V
+
+    Args:
+        x: (T, H, V).
+        gate: (T, H, V), before the sigmoid; the dtype of `x` or fp32.
+        weight: (V), shared by the heads; the dtype of `x` or fp32.
+        eps: added to the mean square.
+
+    Returns:
+        (T, H, V), the dtype of `x`: fp32 inside, one rounding.
+
+    Source: FusedRMSNormGated of flash-linear-attention (MIT), activation sigmoid.
+    """
+    dims: dict[str, int] = {}
+    expect(x, "T H V", FLOATS, dims, name="x")
+    expect(gate, "T H V", (x.dtype, torch.float32), dims, name="gate")
+    expect(weight, "V", (x.dtype, torch.float32), dims, name="weight")
+    if use_reference(x):
+        return gated_rms_norm_ref(x, gate, weight, eps)
+    raise NotImplementedError("gated_rms_norm has no CUDA kernel yet: set SOLOIST_REFERENCE=1")
