@@ -1,0 +1,476 @@
+"""Triton kernels of Kimi Delta Attention; the equations, the references and the launchers are in `kernels/kda.py`.
+
+One program owns one head and holds its state (V, K) fp32 in registers: 64 KB at K = V = 128. `step_kernel` is one token.
+`rows_kernel` takes blocks of up to 16 rows in WY form: one block with a frozen state is a verify, many blocks that carry the state are a
+prefill. `commit_kernel` advances every head of every layer by the accepted rows.
+
+The decay between two rows is formed pair by pair, exp(G_i - G_j) with i >= j, so no exponent is ever positive, whatever the gate law.
+
+Source: Kimi Linear (arXiv 2510.26692), equations of the WY form; frozen-state verification with a log of (k, u, g).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from soloist.kernels.launch import IS_INTERPRETED, let_consumers_start, pdl_options, wait_for_producers
+
+# Rows of one WY block: the most a verify has.
+_ROWS = 16
+# Three passes of TF32 reach fp32's accuracy; the state and the residual v - S k need it.
+_DOT_PRECISION = "ieee" if IS_INTERPRETED else "tf32x3"
+
+
+@triton.jit
+def _log_decay(f, a_log, dt_bias, LOWER_BOUND: tl.constexpr):
+    """g, the log decay: bounded below (Ling) or not (Kimi, LOWER_BOUND None)."""
+    drive = f + dt_bias
+    if LOWER_BOUND is None:
+        # softplus, linear past 20 as torch's
+        soft = tl.where(drive > 20.0, drive, tl.log(1.0 + tl.exp(tl.minimum(drive, 20.0))))
+        g = -tl.exp(a_log) * soft
+    else:
+        g = LOWER_BOUND * tl.sigmoid(tl.exp(a_log) * drive)
+    return g
+
+
+@triton.jit
+def step_kernel(
+    qkv_ptr,
+    f_ptr,
+    gate_ptr,
+    b_ptr,
+    conv_w_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    o_norm_ptr,
+    state_ptr,
+    conv_ptr,
+    out_ptr,
+    eps,
+    scale,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    H: tl.constexpr,
+    LOWER_BOUND: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One token of one head. Grid: (H,). state (H, V, K) and conv (3, C) are written in place."""
+    head = tl.program_id(0)
+    i_k = tl.arange(0, K)
+    i_v = tl.arange(0, V)
+    c_q = head * K + i_k
+    c_k = H * K + head * K + i_k
+    c_v = 2 * H * K + head * V + i_v
+    dtype = qkv_ptr.dtype.element_ty
+
+    # Written by the step before this one, or never: complete long before this kernel starts.
+    p_state = state_ptr + (head * V + i_v)[:, None] * K + i_k[None, :]
+    b_state = tl.load(p_state)  # (V, K)
+    q1 = tl.load(conv_ptr + C + c_q)
+    q2 = tl.load(conv_ptr + 2 * C + c_q)
+    k1 = tl.load(conv_ptr + C + c_k)
+    k2 = tl.load(conv_ptr + 2 * C + c_k)
+    v1 = tl.load(conv_ptr + C + c_v)
+    v2 = tl.load(conv_ptr + 2 * C + c_v)
+    b_q = tl.load(conv_ptr + c_q).to(tl.float32) * tl.load(conv_w_ptr + c_q * 4).to(tl.float32)
+    b_k = tl.load(conv_ptr + c_k).to(tl.float32) * tl.load(conv_w_ptr + c_k * 4).to(tl.float32)
+    b_v = tl.load(conv_ptr + c_v).to(tl.float32) * tl.load(conv_w_ptr + c_v * 4).to(tl.float32)
+    b_q += q1.to(tl.float32) * tl.load(conv_w_ptr + c_q * 4 + 1).to(tl.float32)
+    b_k += k1.to(tl.float32) * tl.load(conv_w_ptr + c_k * 4 + 1).to(tl.float32)
+    b_v += v1.to(tl.float32) * tl.load(conv_w_ptr + c_v * 4 + 1).to(tl.float32)
+    b_q += q2.to(tl.float32) * tl.load(conv_w_ptr + c_q * 4 + 2).to(tl.float32)
+    b_k += k2.to(tl.float32) * tl.load(conv_w_ptr + c_k * 4 + 2).to(tl.float32)
+    b_v += v2.to(tl.float32) * tl.load(conv_w_ptr + c_v * 4 + 2).to(tl.float32)
+    w_q = tl.load(conv_w_ptr + c_q * 4 + 3).to(tl.float32)
+    w_k = tl.load(conv_w_ptr + c_k * 4 + 3).to(tl.float32)
+    w_v = tl.load(conv_w_ptr + c_v * 4 + 3).to(tl.float32)
+    a_log = tl.load(a_log_ptr + head)
+    b_dt = tl.load(dt_bias_ptr + c_q)
+    b_onorm = tl.load(o_norm_ptr + i_v).to(tl.float32)
+
+    wait_for_producers(PDL)
+    let_consumers_start(PDL)
+    q3 = tl.load(qkv_ptr + c_q)
+    k3 = tl.load(qkv_ptr + c_k)
+    v3 = tl.load(qkv_ptr + c_v)
+    b_g = _log_decay(tl.load(f_ptr + c_q).to(tl.float32), a_log, b_dt, LOWER_BOUND)
+    beta = tl.sigmoid(tl.load(b_ptr + head).to(tl.float32))
+    b_gate = tl.load(gate_ptr + head * V + i_v).to(tl.float32)
+
+    b_q += q3.to(tl.float32) * w_q
+    b_k += k3.to(tl.float32) * w_k
+    b_v += v3.to(tl.float32) * w_v
+    b_q = (b_q * tl.sigmoid(b_q)).to(dtype).to(tl.float32)
+    b_k = (b_k * tl.sigmoid(b_k)).to(dtype).to(tl.float32)
+    b_v = (b_v * tl.sigmoid(b_v)).to(dtype).to(tl.float32)
+    b_q = b_q / tl.sqrt(tl.sum(b_q * b_q, axis=0) + 1e-6) * scale
+    b_k = b_k / tl.sqrt(tl.sum(b_k * b_k, axis=0) + 1e-6)
+
+    b_state = b_state * tl.exp(b_g)[None, :]
+    b_u = beta * (b_v - tl.sum(b_state * b_k[None, :], axis=1))  # (V,)
+    b_state += b_u[:, None] * b_k[None, :]
+    b_o = tl.sum(b_state * b_q[None, :], axis=1).to(dtype).to(tl.float32)
+    b_y = b_o / tl.sqrt(tl.sum(b_o * b_o, axis=0) / V + eps) * b_onorm * tl.sigmoid(b_gate)
+    tl.store(out_ptr + head * V + i_v, b_y.to(out_ptr.dtype.element_ty))
+
+    tl.store(p_state, b_state)
+    tl.store(conv_ptr + c_q, q1)
+    tl.store(conv_ptr + C + c_q, q2)
+    tl.store(conv_ptr + 2 * C + c_q, q3)
+    tl.store(conv_ptr + c_k, k1)
+    tl.store(conv_ptr + C + c_k, k2)
+    tl.store(conv_ptr + 2 * C + c_k, k3)
+    tl.store(conv_ptr + c_v, v1)
+    tl.store(conv_ptr + C + c_v, v2)
+    tl.store(conv_ptr + 2 * C + c_v, v3)
+
+
+@triton.jit
+def _window(x_ptr, conv_ptr, i_row, i_c, T, stride_t, C: tl.constexpr):
+    """Raw convolution inputs at rows `i_row` of this pass; rows -3..-1 are the cache's, rows >= T are zero."""
+    m_new = (i_row >= 0) & (i_row < T)
+    m_old = (i_row < 0) & (i_row >= -3)
+    new = tl.load(x_ptr + i_row.to(tl.int64)[:, None] * stride_t + i_c[None, :], mask=m_new[:, None], other=0.0)
+    old = tl.load(conv_ptr + (i_row + 3)[:, None] * C + i_c[None, :], mask=m_old[:, None], other=0.0)
+    return tl.where(m_old[:, None], old, new)
+
+
+@triton.jit
+def _short_conv(x_ptr, conv_ptr, conv_w_ptr, i_row, i_c, T, stride_t, C: tl.constexpr):
+    """silu of the width-4 depthwise convolution, rounded to the model's dtype: (rows, channels) fp32."""
+    b_y = tl.zeros((i_row.shape[0], i_c.shape[0]), dtype=tl.float32)
+    for tap in tl.static_range(4):
+        b_x = _window(x_ptr, conv_ptr, i_row + (tap - 3), i_c, T, stride_t, C).to(tl.float32)
+        b_y += b_x * tl.load(conv_w_ptr + i_c * 4 + tap).to(tl.float32)[None, :]
+    b_y = b_y * tl.sigmoid(b_y)
+    return b_y.to(x_ptr.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def rows_kernel(
+    qkv_ptr,
+    f_ptr,
+    gate_ptr,
+    b_ptr,
+    conv_w_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    o_norm_ptr,
+    state_ptr,
+    conv_ptr,
+    verify_k_ptr,
+    verify_u_ptr,
+    verify_g_ptr,
+    verify_conv_ptr,
+    out_ptr,
+    T,
+    qkv_stride_t,
+    f_stride_t,
+    gate_stride_t,
+    b_stride_t,
+    eps,
+    scale,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    H: tl.constexpr,
+    LOWER_BOUND: tl.constexpr,
+    WRITES_STATE: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
+):
+    """Rows of one head, in blocks of ROWS, in WY form. Grid: (H,).
+
+    With WRITES_STATE the state (H, V, K) and conv (3, C) advance by all T rows; without, they are only read, T <= ROWS, and
+    verify_k (T, H, K), verify_u (T, H, V), verify_g (T, H, K), verify_conv (T, C) keep what a commit needs.
+    """
+    head = tl.program_id(0)
+    i_r = tl.arange(0, ROWS)
+    i_k = tl.arange(0, K)
+    i_v = tl.arange(0, V)
+    c_q = head * K + i_k
+    c_k = H * K + head * K + i_k
+    c_v = 2 * H * K + head * V + i_v
+
+    p_state = state_ptr + (head * V + i_v)[:, None] * K + i_k[None, :]
+    b_state = tl.load(p_state)  # (V, K)
+    a_log = tl.load(a_log_ptr + head)
+    b_dt = tl.load(dt_bias_ptr + c_q)
+    b_onorm = tl.load(o_norm_ptr + i_v).to(tl.float32)
+
+    wait_for_producers(PDL)
+    let_consumers_start(PDL)
+    for start in range(0, T, ROWS):
+        i_t = start + i_r
+        m_t = i_t < T
+        b_q = _short_conv(qkv_ptr, conv_ptr, conv_w_ptr, i_t, c_q, T, qkv_stride_t, C)
+        b_k = _short_conv(qkv_ptr, conv_ptr, conv_w_ptr, i_t, c_k, T, qkv_stride_t, C)
+        b_v = _short_conv(qkv_ptr, conv_ptr, conv_w_ptr, i_t, c_v, T, qkv_stride_t, C)
+        b_q = b_q / tl.sqrt(tl.sum(b_q * b_q, axis=1) + 1e-6)[:, None] * scale
+        b_k = b_k / tl.sqrt(tl.sum(b_k * b_k, axis=1) + 1e-6)[:, None]
+        i_t64 = i_t.to(tl.int64)
+        b_f = tl.load(f_ptr + i_t64[:, None] * f_stride_t + c_q[None, :], mask=m_t[:, None], other=0.0).to(tl.float32)
+        b_g = tl.where(m_t[:, None], _log_decay(b_f, a_log, b_dt[None, :], LOWER_BOUND), 0.0)
+        b_beta = tl.load(b_ptr + i_t64 * b_stride_t + head, mask=m_t, other=0.0).to(tl.float32)
+        b_beta = tl.where(m_t, tl.sigmoid(b_beta), 0.0)
+        b_q = tl.where(m_t[:, None], b_q, 0.0)
+        b_k = tl.where(m_t[:, None], b_k, 0.0)
+        b_cum = tl.cumsum(b_g, axis=0)  # (ROWS, K)
+
+        # L_ij = beta_i sum_d k_i exp(G_i - G_j) k_j for i > j; P_ij the same with q_i, for i >= j.
+        b_l = tl.zeros((ROWS, ROWS), dtype=tl.float32)
+        b_p = tl.zeros((ROWS, ROWS), dtype=tl.float32)
+        for j in tl.static_range(ROWS):
+            m_j = i_r == j
+            k_j = tl.sum(tl.where(m_j[:, None], b_k, 0.0), axis=0)
+            cum_j = tl.sum(tl.where(m_j[:, None], b_cum, 0.0), axis=0)
+            b_decayed = tl.exp(tl.minimum(b_cum - cum_j[None, :], 0.0)) * k_j[None, :]
+            l_j = tl.where(i_r > j, tl.sum(b_k * b_decayed, axis=1) * b_beta, 0.0)
+            p_j = tl.where(i_r >= j, tl.sum(b_q * b_decayed, axis=1), 0.0)
+            b_l = tl.where(m_j[None, :], l_j[:, None], b_l)
+            b_p = tl.where(m_j[None, :], p_j[:, None], b_p)
+
+        # N = (I + L)^-1 diag(beta) (V - (exp(G) K) S), by forward substitution.
+        b_from_start = tl.exp(b_cum)
+        b_state_t = tl.trans(b_state)  # (K, V)
+        b_n = b_beta[:, None] * (b_v - tl.dot(b_from_start * b_k, b_state_t, input_precision=DOT_PRECISION))
+        for i in tl.static_range(1, ROWS):
+            m_i = i_r == i
+            l_i = tl.sum(tl.where(m_i[:, None], b_l, 0.0), axis=0)  # (ROWS,)
+            b_n -= tl.where(m_i[:, None], tl.sum(l_i[:, None] * b_n, axis=0)[None, :], 0.0)
+        b_o = tl.dot(b_from_start * b_q, b_state_t, input_precision=DOT_PRECISION)
+        b_o += tl.dot(b_p, b_n, input_precision=DOT_PRECISION)
+
+        b_o = b_o.to(qkv_ptr.dtype.element_ty).to(tl.float32)
+        p_gate = gate_ptr + i_t64[:, None] * gate_stride_t + (head * V + i_v)[None, :]
+        b_gate = tl.load(p_gate, mask=m_t[:, None], other=0.0).to(tl.float32)
+        b_y = b_o / tl.sqrt(tl.sum(b_o * b_o, axis=1) / V + eps)[:, None] * b_onorm[None, :] * tl.sigmoid(b_gate)
+        p_out = out_ptr + i_t64[:, None] * (H * V) + (head * V + i_v)[None, :]
+        tl.store(p_out, b_y.to(out_ptr.dtype.element_ty), mask=m_t[:, None])
+
+        if WRITES_STATE:
+            total = tl.sum(b_g, axis=0)  # (K,)
+            b_to_end = tl.exp(tl.minimum(total[None, :] - b_cum, 0.0)) * b_k
+            b_state = b_state * tl.exp(total)[None, :]
+            b_state += tl.dot(tl.trans(b_n), b_to_end, input_precision=DOT_PRECISION)
+        else:
+            tl.store(verify_k_ptr + (i_t[:, None] * H + head) * K + i_k[None, :], b_k, mask=m_t[:, None])
+            tl.store(verify_u_ptr + (i_t[:, None] * H + head) * V + i_v[None, :], b_n, mask=m_t[:, None])
+            tl.store(verify_g_ptr + (i_t[:, None] * H + head) * K + i_k[None, :], b_g, mask=m_t[:, None])
+            _copy_rows(qkv_ptr, verify_conv_ptr, i_t, c_q, m_t, qkv_stride_t, C)
+            _copy_rows(qkv_ptr, verify_conv_ptr, i_t, c_k, m_t, qkv_stride_t, C)
+            _copy_rows(qkv_ptr, verify_conv_ptr, i_t, c_v, m_t, qkv_stride_t, C)
+
+    if WRITES_STATE:
+        tl.store(p_state, b_state)
+        # Every channel of conv belongs to one program; all of its reads are done before its writes.
+        i_tail = tl.arange(0, 4)
+        m_tail = i_tail < 3
+        t_q = _window(qkv_ptr, conv_ptr, T - 3 + i_tail, c_q, T, qkv_stride_t, C)
+        t_k = _window(qkv_ptr, conv_ptr, T - 3 + i_tail, c_k, T, qkv_stride_t, C)
+        t_v = _window(qkv_ptr, conv_ptr, T - 3 + i_tail, c_v, T, qkv_stride_t, C)
+        tl.debug_barrier()
+        tl.store(conv_ptr + i_tail[:, None] * C + c_q[None, :], t_q, mask=m_tail[:, None])
+        tl.store(conv_ptr + i_tail[:, None] * C + c_k[None, :], t_k, mask=m_tail[:, None])
+        tl.store(conv_ptr + i_tail[:, None] * C + c_v[None, :], t_v, mask=m_tail[:, None])
+
+
+@triton.jit
+def _copy_rows(from_ptr, to_ptr, i_t, i_c, m_t, stride_t, C: tl.constexpr):
+    """Copy channels `i_c` of rows `i_t` to a contiguous (T, C) buffer."""
+    b_x = tl.load(from_ptr + i_t.to(tl.int64)[:, None] * stride_t + i_c[None, :], mask=m_t[:, None], other=0.0)
+    tl.store(to_ptr + i_t[:, None] * C + i_c[None, :], b_x, mask=m_t[:, None])
+
+
+@triton.jit
+def commit_kernel(
+    state_ptr,
+    conv_ptr,
+    verify_k_ptr,
+    verify_u_ptr,
+    verify_g_ptr,
+    verify_conv_ptr,
+    num_rows_ptr,
+    T_MAX: tl.constexpr,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    H: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
+):
+    """S_n = S_0 diag(exp(G_n)) + sum_{i<=n} u_i (exp(G_n - G_i) k_i)^T, and the last three raw inputs. Grid: (H, L)."""
+    head = tl.program_id(0)
+    layer = tl.program_id(1).to(tl.int64)
+    i_r = tl.arange(0, ROWS)
+    i_k = tl.arange(0, K)
+    i_v = tl.arange(0, V)
+    p_state = state_ptr + layer * H * V * K + (head * V + i_v)[:, None] * K + i_k[None, :]
+    b_state = tl.load(p_state)
+
+    wait_for_producers(PDL)
+    let_consumers_start(PDL)
+    num_rows = tl.load(num_rows_ptr)
+    m_r = (i_r < num_rows) & (i_r < T_MAX)
+    o_rows = layer * T_MAX + i_r
+    b_g = tl.load(verify_g_ptr + (o_rows[:, None] * H + head) * K + i_k[None, :], mask=m_r[:, None], other=0.0)
+    b_k = tl.load(verify_k_ptr + (o_rows[:, None] * H + head) * K + i_k[None, :], mask=m_r[:, None], other=0.0)
+    b_u = tl.load(verify_u_ptr + (o_rows[:, None] * H + head) * V + i_v[None, :], mask=m_r[:, None], other=0.0)
+    total = tl.sum(b_g, axis=0)
+    b_to_end = tl.exp(tl.minimum(total[None, :] - tl.cumsum(b_g, axis=0), 0.0)) * b_k
+    b_state = b_state * tl.exp(total)[None, :] + tl.dot(tl.trans(b_u), b_to_end, input_precision=DOT_PRECISION)
+    tl.store(p_state, b_state)
+
+    p_conv = conv_ptr + layer * 3 * C
+    p_new = verify_conv_ptr + layer * T_MAX * C
+    i_tail = tl.arange(0, 4)
+    m_tail = (i_tail < 3)[:, None]
+    c_q = head * K + i_k
+    c_k = H * K + head * K + i_k
+    c_v = 2 * H * K + head * V + i_v
+    t_q = _window(p_new, p_conv, num_rows - 3 + i_tail, c_q, num_rows, C, C)
+    t_k = _window(p_new, p_conv, num_rows - 3 + i_tail, c_k, num_rows, C, C)
+    t_v = _window(p_new, p_conv, num_rows - 3 + i_tail, c_v, num_rows, C, C)
+    tl.debug_barrier()
+    tl.store(p_conv + i_tail[:, None] * C + c_q[None, :], t_q, mask=m_tail)
+    tl.store(p_conv + i_tail[:, None] * C + c_k[None, :], t_k, mask=m_tail)
+    tl.store(p_conv + i_tail[:, None] * C + c_v[None, :], t_v, mask=m_tail)
+
+
+def step(
+    qkv: torch.Tensor,
+    f: torch.Tensor,
+    gate: torch.Tensor,
+    b: torch.Tensor,
+    conv_w: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    o_norm: torch.Tensor,
+    eps: float,
+    state: torch.Tensor,
+    conv: torch.Tensor,
+    *,
+    lower_bound: float | None,
+) -> torch.Tensor:
+    """Launch `kda_step`; arguments as there."""
+    H, V, K = state.shape
+    out = torch.empty((1, H * V), dtype=qkv.dtype, device=qkv.device)
+    step_kernel[(H,)](
+        qkv,
+        f,
+        gate,
+        b,
+        conv_w,
+        A_log,
+        dt_bias,
+        o_norm,
+        state,
+        conv,
+        out,
+        eps,
+        K**-0.5,
+        C=conv.shape[1],
+        K=K,
+        V=V,
+        H=H,
+        LOWER_BOUND=lower_bound,
+        num_warps=8,
+        **pdl_options(),
+    )
+    return out
+
+
+def run_rows(
+    qkv: torch.Tensor,
+    f: torch.Tensor,
+    gate: torch.Tensor,
+    b: torch.Tensor,
+    conv_w: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    o_norm: torch.Tensor,
+    eps: float,
+    state: torch.Tensor,
+    conv: torch.Tensor,
+    verify: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    *,
+    lower_bound: float | None,
+) -> torch.Tensor:
+    """Launch `kda_verify` (`verify` holds its four buffers) or `kda_chunk` (None); arguments as there."""
+    H, V, K = state.shape
+    T = qkv.shape[0]
+    out = torch.empty((T, H * V), dtype=qkv.dtype, device=qkv.device)
+    # A prefill never touches the verify buffers; any pointer does.
+    verify_k, verify_u, verify_g, verify_conv = verify or (state, state, state, conv)
+    rows_kernel[(H,)](
+        qkv,
+        f,
+        gate,
+        b,
+        conv_w,
+        A_log,
+        dt_bias,
+        o_norm,
+        state,
+        conv,
+        verify_k,
+        verify_u,
+        verify_g,
+        verify_conv,
+        out,
+        T,
+        qkv.stride(0),
+        f.stride(0),
+        gate.stride(0),
+        b.stride(0),
+        eps,
+        K**-0.5,
+        C=conv.shape[1],
+        K=K,
+        V=V,
+        H=H,
+        LOWER_BOUND=lower_bound,
+        WRITES_STATE=verify is None,
+        ROWS=_ROWS,
+        DOT_PRECISION=_DOT_PRECISION,
+        num_warps=8,
+        num_stages=1,
+        **pdl_options(),
+    )
+    return out
+
+
+def commit(
+    state: torch.Tensor,
+    conv: torch.Tensor,
+    verify_k: torch.Tensor,
+    verify_u: torch.Tensor,
+    verify_g: torch.Tensor,
+    verify_conv: torch.Tensor,
+    num_rows: torch.Tensor,
+) -> None:
+    """Launch `kda_commit`; arguments as there."""
+    L, H, V, K = state.shape
+    commit_kernel[(H, L)](
+        state,
+        conv,
+        verify_k,
+        verify_u,
+        verify_g,
+        verify_conv,
+        num_rows,
+        T_MAX=verify_k.shape[1],
+        C=conv.shape[2],
+        K=K,
+        V=V,
+        H=H,
+        ROWS=_ROWS,
+        DOT_PRECISION=_DOT_PRECISION,
+        num_warps=8,
+        num_stages=1,
+        **pdl_options(),
+    )

@@ -1,0 +1,365 @@
+"""Triton kernels of multi-head latent attention; the equations, references and the launcher are in `kernels/mla.py`.
+
+Three launches for a step of T <= 16 rows, all reading the context length from device memory:
+
+1. `prepare_kernel`: absorbed query q_nope W_uk, rotated q_rope; one more program per row normalises the latent, rotates the shared key and
+   writes the cache row.
+2. `attention_kernel`: the T x H query rows share one key/value head, so they fold into the tile; the cached positions are split over
+   programs, each of which leaves a partial result and its running maximum and sum.
+3. `combine_kernel`: merges the splits of one head in order, applies W_uv and the head's gate.
+
+A prompt uses 1 and 2 with one split, and a batched matrix product for W_uv.
+
+Source: DeepSeek-V2 (arXiv 2405.04434), absorbed form; FlashDecoding split over keys.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from soloist.kernels.launch import IS_INTERPRETED, let_consumers_start, pdl_options, wait_for_producers
+
+# Most rows of a step; more is a prompt.
+MAX_STEP_ROWS = 16
+# Programs that share the cached positions in a step.
+_NUM_SPLITS = 64
+
+
+@triton.jit
+def _rotate_pairs(even, odd, cos, sin):
+    """Interleaved rotary: the pair (2j, 2j+1) turned by its angle."""
+    return even * cos - odd * sin, odd * cos + even * sin
+
+
+@triton.jit
+def _write_row(
+    kv_ptr,
+    kv_norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    latent_cache_ptr,
+    context_len_ptr,
+    t,
+    kv_stride_t,
+    eps,
+    R: tl.constexpr,
+    P: tl.constexpr,
+    HAS_ROTARY: tl.constexpr,
+):
+    i_r = tl.arange(0, R)
+    i_pair = tl.arange(0, P // 2)
+    position = tl.load(context_len_ptr).to(tl.int64) + t
+    p_row = kv_ptr + t.to(tl.int64) * kv_stride_t
+    b_c = tl.load(p_row + i_r).to(tl.float32)
+    b_c = b_c / tl.sqrt(tl.sum(b_c * b_c, axis=0) / R + eps) * tl.load(kv_norm_ptr + i_r).to(tl.float32)
+    even = tl.load(p_row + R + 2 * i_pair).to(tl.float32)
+    odd = tl.load(p_row + R + 2 * i_pair + 1).to(tl.float32)
+    if HAS_ROTARY:
+        cos = tl.load(cos_ptr + position * (P // 2) + i_pair)
+        sin = tl.load(sin_ptr + position * (P // 2) + i_pair)
+        even, odd = _rotate_pairs(even, odd, cos, sin)
+    p_cache = latent_cache_ptr + position * (R + P)
+    dtype = latent_cache_ptr.dtype.element_ty
+    tl.store(p_cache + i_r, b_c.to(dtype))
+    tl.store(p_cache + R + 2 * i_pair, even.to(dtype))
+    tl.store(p_cache + R + 2 * i_pair + 1, odd.to(dtype))
+
+
+@triton.jit
+def prepare_kernel(
+    q_ptr,
+    kv_ptr,
+    kv_norm_ptr,
+    w_kv_b_ptr,
+    cos_ptr,
+    sin_ptr,
+    latent_cache_ptr,
+    context_len_ptr,
+    query_ptr,
+    T,
+    q_stride_t,
+    kv_stride_t,
+    eps,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    R: tl.constexpr,
+    P: tl.constexpr,
+    HAS_ROTARY: tl.constexpr,
+    TP: tl.constexpr,
+    BR: tl.constexpr,
+    PDL: tl.constexpr,
+    IS_FP32_DOT: tl.constexpr,
+):
+    """query (T, H, R+P) = [q_nope W_uk, rotary(q_rope)]; cache rows written. Grid: (H + TP, R / BR, ceil(T / TP)).
+
+    w_kv_b (H, K+V, R): K rows of W_uk, then V rows of W_uv, for each head.
+    """
+    pid = tl.program_id(0)
+    first_row = tl.program_id(2) * TP
+    i_t = first_row + tl.arange(0, TP)
+    m_t = i_t < T
+    if pid < H:
+        i_k = tl.arange(0, K)
+        i_r = tl.program_id(1) * BR + tl.arange(0, BR)
+        w_uk = tl.load(w_kv_b_ptr + (pid * (K + V) + i_k)[:, None] * R + i_r[None, :])  # (K, BR)
+        wait_for_producers(PDL)
+        let_consumers_start(PDL)
+        p_q = q_ptr + i_t.to(tl.int64)[:, None] * q_stride_t + pid * (K + P)
+        b_q = tl.load(p_q + i_k[None, :], mask=m_t[:, None], other=0.0)  # (TP, K)
+        if IS_FP32_DOT:
+            b_query = tl.dot(b_q.to(tl.float32), w_uk.to(tl.float32), input_precision="ieee")
+        else:
+            b_query = tl.dot(b_q, w_uk)
+        dtype = query_ptr.dtype.element_ty
+        p_query = query_ptr + (i_t.to(tl.int64)[:, None] * H + pid) * (R + P)
+        tl.store(p_query + i_r[None, :], b_query.to(dtype), mask=m_t[:, None])
+        if tl.program_id(1) == 0:
+            i_pair = tl.arange(0, P // 2)
+            even = tl.load(p_q + K + 2 * i_pair[None, :], mask=m_t[:, None], other=0.0).to(tl.float32)
+            odd = tl.load(p_q + K + 2 * i_pair[None, :] + 1, mask=m_t[:, None], other=0.0).to(tl.float32)
+            if HAS_ROTARY:
+                position = tl.load(context_len_ptr).to(tl.int64) + i_t
+                o_angle = position[:, None] * (P // 2) + i_pair[None, :]
+                cos = tl.load(cos_ptr + o_angle, mask=m_t[:, None], other=0.0)
+                sin = tl.load(sin_ptr + o_angle, mask=m_t[:, None], other=0.0)
+                even, odd = _rotate_pairs(even, odd, cos, sin)
+            tl.store(p_query + R + 2 * i_pair[None, :], even.to(dtype), mask=m_t[:, None])
+            tl.store(p_query + R + 2 * i_pair[None, :] + 1, odd.to(dtype), mask=m_t[:, None])
+    else:
+        wait_for_producers(PDL)
+        let_consumers_start(PDL)
+        t = first_row + pid - H
+        if (tl.program_id(1) == 0) & (t < T):
+            _write_row(
+                kv_ptr, kv_norm_ptr, cos_ptr, sin_ptr, latent_cache_ptr, context_len_ptr, t, kv_stride_t, eps, R, P, HAS_ROTARY
+            )
+
+
+@triton.jit
+def attention_kernel(
+    query_ptr,
+    latent_cache_ptr,
+    context_len_ptr,
+    partial_ptr,
+    partial_max_ptr,
+    partial_sum_ptr,
+    num_query_rows,
+    softmax_scale,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    P: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    BM: tl.constexpr,
+    BS: tl.constexpr,
+    PDL: tl.constexpr,
+    IS_FP32_DOT: tl.constexpr,
+):
+    """Attention of BM folded rows (row m = t * H + h) over one split of the cached positions. Grid: (row tiles, NUM_SPLITS).
+
+    partial (NUM_SPLITS, T*H, R), normalised within its split; partial_max, partial_sum (NUM_SPLITS, T*H) fp32, in base 2. An empty split
+    leaves a sum of zero.
+    """
+    i_m = tl.program_id(0) * BM + tl.arange(0, BM)
+    split = tl.program_id(1)
+    m_m = i_m < num_query_rows
+    i_r = tl.arange(0, R)
+    i_p = tl.arange(0, P)
+    wait_for_producers(PDL)
+    let_consumers_start(PDL)
+
+    context_len = tl.load(context_len_ptr)
+    # Row t sees the positions up to context_len + t; the tile needs those of its last row.
+    last_row = tl.minimum(tl.program_id(0) * BM + BM, num_query_rows) - 1
+    num_positions = context_len + last_row // H + 1
+    num_blocks = tl.cdiv(num_positions, BS)
+    first = split * num_blocks // NUM_SPLITS
+    last = (split + 1) * num_blocks // NUM_SPLITS
+
+    p_query = query_ptr + i_m.to(tl.int64)[:, None] * (R + P)
+    b_query = tl.load(p_query + i_r[None, :], mask=m_m[:, None], other=0.0)
+    b_query_rope = tl.load(p_query + R + i_p[None, :], mask=m_m[:, None], other=0.0)
+    i_limit = context_len + i_m // H  # last position a row sees
+    b_max = tl.full((BM,), float("-inf"), dtype=tl.float32)
+    b_sum = tl.zeros((BM,), dtype=tl.float32)
+    b_out = tl.zeros((BM, R), dtype=tl.float32)
+    scale_log2 = softmax_scale * 1.4426950408889634
+    for block in range(first, last):
+        i_s = block * BS + tl.arange(0, BS)
+        m_s = i_s < num_positions
+        p_row = latent_cache_ptr + i_s.to(tl.int64)[:, None] * (R + P)
+        b_c = tl.load(p_row + i_r[None, :], mask=m_s[:, None], other=0.0)  # (BS, R)
+        b_rope = tl.load(p_row + R + i_p[None, :], mask=m_s[:, None], other=0.0)  # (BS, P)
+        if IS_FP32_DOT:
+            b_score = tl.dot(b_query.to(tl.float32), tl.trans(b_c.to(tl.float32)), input_precision="ieee")
+            b_score += tl.dot(b_query_rope.to(tl.float32), tl.trans(b_rope.to(tl.float32)), input_precision="ieee")
+        else:
+            b_score = tl.dot(b_query, tl.trans(b_c))
+            b_score = tl.dot(b_query_rope, tl.trans(b_rope), b_score)
+        b_score = tl.where(i_s[None, :] <= i_limit[:, None], b_score * scale_log2, float("-inf"))
+        b_new_max = tl.maximum(b_max, tl.max(b_score, axis=1))
+        # A row that has seen nothing yet keeps -inf; exp2(-inf - 0) is zero.
+        b_safe_max = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
+        b_prob = tl.exp2(b_score - b_safe_max[:, None])
+        b_shrink = tl.exp2(b_max - b_safe_max)
+        b_sum = b_sum * b_shrink + tl.sum(b_prob, axis=1)
+        if IS_FP32_DOT:
+            b_out = b_out * b_shrink[:, None] + tl.dot(b_prob, b_c.to(tl.float32), input_precision="ieee")
+        else:
+            b_out = b_out * b_shrink[:, None] + tl.dot(b_prob.to(b_c.dtype), b_c)
+        b_max = b_new_max
+
+    b_out = b_out / tl.where(b_sum > 0.0, b_sum, 1.0)[:, None]
+    o_row = split.to(tl.int64) * num_query_rows + i_m
+    tl.store(partial_ptr + o_row[:, None] * R + i_r[None, :], b_out.to(partial_ptr.dtype.element_ty), mask=m_m[:, None])
+    tl.store(partial_max_ptr + o_row, b_max, mask=m_m)
+    tl.store(partial_sum_ptr + o_row, b_sum, mask=m_m)
+
+
+@triton.jit
+def combine_kernel(
+    partial_ptr,
+    partial_max_ptr,
+    partial_sum_ptr,
+    w_kv_b_ptr,
+    gate_ptr,
+    out_ptr,
+    gate_stride_t,
+    num_query_rows,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    R: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    BR: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out (T, H*V) = sigmoid(gate) * W_uv z, z the merged splits of one row. Grid: (H, T)."""
+    head = tl.program_id(0)
+    t = tl.program_id(1)
+    i_v = tl.arange(0, V)
+    i_s = tl.arange(0, NUM_SPLITS)
+    wait_for_producers(PDL)
+    let_consumers_start(PDL)
+    row = t * H + head
+    o_rows = i_s.to(tl.int64) * num_query_rows + row
+    b_max = tl.load(partial_max_ptr + o_rows)
+    b_sum = tl.load(partial_sum_ptr + o_rows)
+    b_weight = tl.exp2(b_max - tl.max(b_max, axis=0)) * b_sum
+    b_weight = b_weight / tl.sum(b_weight, axis=0)  # (NUM_SPLITS,)
+    b_out = tl.zeros((V,), dtype=tl.float32)
+    for o_r in range(0, R, BR):
+        i_r = o_r + tl.arange(0, BR)
+        b_part = tl.load(partial_ptr + o_rows[:, None] * R + i_r[None, :]).to(tl.float32)  # (NUM_SPLITS, BR)
+        b_z = tl.sum(b_part * b_weight[:, None], axis=0)
+        b_z = b_z.to(w_kv_b_ptr.dtype.element_ty).to(tl.float32)
+        w_uv = tl.load(w_kv_b_ptr + (head * (K + V) + K + i_v)[:, None] * R + i_r[None, :]).to(tl.float32)  # (V, BR)
+        b_out += tl.sum(w_uv * b_z[None, :], axis=1)
+    if HAS_GATE:
+        b_out *= tl.sigmoid(tl.load(gate_ptr + t.to(tl.int64) * gate_stride_t + head).to(tl.float32))
+    tl.store(out_ptr + t.to(tl.int64) * (H * V) + head * V + i_v, b_out.to(out_ptr.dtype.element_ty))
+
+
+def attend(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    gate: torch.Tensor | None,
+    kv_norm: torch.Tensor,
+    eps: float,
+    w_kv_b: torch.Tensor,
+    latent_cache: torch.Tensor,
+    context_len: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    *,
+    num_heads: int,
+    v_head_dim: int,
+    scale: float,
+) -> torch.Tensor:
+    """Launch `mla_attention`, a step or a prompt; arguments as there."""
+    T = q.shape[0]
+    H, V, R = num_heads, v_head_dim, kv_norm.shape[0]
+    P = kv.shape[1] - R
+    K = q.shape[1] // H - P
+    is_step = T <= MAX_STEP_ROWS
+    is_fp32_dot = IS_INTERPRETED or q.dtype == torch.float32
+    # Without rotary the tables are never read; any pointer does.
+    table = (kv_norm, kv_norm) if cos is None or sin is None else (cos, sin)
+    query = torch.empty((T, H, R + P), dtype=q.dtype, device=q.device)
+    num_splits = _NUM_SPLITS if is_step else 1
+    partial = torch.empty((num_splits, T * H, R), dtype=torch.float32 if is_step else q.dtype, device=q.device)
+    partial_max, partial_sum = torch.empty((2, num_splits, T * H), dtype=torch.float32, device=q.device)
+    block_r = min(R, 128)
+    block_t = 16 if is_step else 64
+    prepare_kernel[(H + block_t, R // block_r, triton.cdiv(T, block_t))](
+        q,
+        kv,
+        kv_norm,
+        w_kv_b,
+        *table,
+        latent_cache,
+        context_len,
+        query,
+        T,
+        q.stride(0),
+        kv.stride(0),
+        eps,
+        H=H,
+        K=K,
+        V=V,
+        R=R,
+        P=P,
+        HAS_ROTARY=cos is not None,
+        TP=block_t,
+        BR=block_r,
+        IS_FP32_DOT=is_fp32_dot,
+        num_warps=4,
+        **pdl_options(),
+    )
+    block_m = 16 if T * H <= 16 else 32 if T * H <= 32 else 64
+    attention_kernel[(triton.cdiv(T * H, block_m), num_splits)](
+        query,
+        latent_cache,
+        context_len,
+        partial,
+        partial_max,
+        partial_sum,
+        T * H,
+        scale,
+        H=H,
+        R=R,
+        P=P,
+        NUM_SPLITS=num_splits,
+        BM=block_m,
+        BS=32,
+        IS_FP32_DOT=is_fp32_dot,
+        num_warps=8 if block_m == 64 else 4,
+        num_stages=2,
+        **pdl_options(),
+    )
+    if not is_step:
+        w_uv = w_kv_b.view(H, K + V, R)[:, K:]  # (H, V, R)
+        a = torch.einsum("thr,hvr->thv", partial.view(T, H, R), w_uv)
+        return (a if gate is None else a * torch.sigmoid(gate.float()).to(a.dtype)[..., None]).flatten(1)
+    out = torch.empty((T, H * V), dtype=q.dtype, device=q.device)
+    combine_kernel[(H, T)](
+        partial,
+        partial_max,
+        partial_sum,
+        w_kv_b,
+        q if gate is None else gate,
+        out,
+        0 if gate is None else gate.stride(0),
+        T * H,
+        H=H,
+        K=K,
+        V=V,
+        R=R,
+        NUM_SPLITS=num_splits,
+        HAS_GATE=gate is not None,
+        BR=min(R, 64),
+        num_warps=4,
+        **pdl_options(),
+    )
+    return out

@@ -1,0 +1,500 @@
+"""Triton kernels of the mixture of experts; the equation, the reference and the launcher are in `kernels/moe.py`.
+
+A step of T <= 16 tokens is three launches. Every token goes through every expert that any token chose ("sparse experts as
+GEMMs"): the products are bound by the bytes of the weights, so the extra columns are free, and a weight of zero removes them.
+
+1. `router_kernel`: norm, logits, and in the last program to arrive the top-k; leaves the normalised rows and a list of slots, one per
+   distinct expert, then the shared expert's, each with a weight per token.
+2. `gate_up_kernel`: one program per (slot, tile of F): SwiGLU of two products, times the token's weight, rounded once.
+3. `down_kernel`: a plain product over the concatenated (slot, F) axis, split over slots; the last program of a tile adds the splits in
+   order and the residual.
+
+A prompt (T > 16) is `kernels/moe_grouped_triton.py`.
+
+Axis letters: TP = T padded to a power of two, >= 16 where a tensor core needs it.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import triton
+import triton.language as tl
+
+from soloist.kernels.launch import (
+    IS_INTERPRETED,
+    arrival_counters,
+    is_last_arriver,
+    let_consumers_start,
+    pdl_options,
+    wait_for_producers,
+)
+
+
+class RouterShape(Protocol):
+    """What a launch needs of `moe.RouterSettings`."""
+
+    @property
+    def num_experts_per_tok(self) -> int: ...
+    @property
+    def n_group(self) -> int: ...
+    @property
+    def topk_group(self) -> int: ...
+    @property
+    def routed_scaling_factor(self) -> float: ...
+
+
+@triton.jit
+def _choose_experts(
+    logits_ptr,
+    bias_ptr,
+    width_ptr,
+    slot_expert_ptr,
+    slot_weight_ptr,
+    num_slots_ptr,
+    T,
+    E: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
+    A: tl.constexpr,
+    SCALE: tl.constexpr,
+    NUM_SHARED: tl.constexpr,
+    HAS_WIDTH: tl.constexpr,
+    TP: tl.constexpr,
+):
+    """Group-limited top-k of all tokens, and the list of slots. Run by one program."""
+    i_t = tl.arange(0, TP)
+    i_e = tl.arange(0, E)
+    num_tokens = T
+    if HAS_WIDTH:
+        num_tokens = tl.minimum(T, tl.load(width_ptr))
+    m_t = i_t < num_tokens
+
+    b_logits = tl.load(logits_ptr + i_t[:, None] * E + i_e[None, :], mask=m_t[:, None], other=0.0, cache_modifier=".cg")
+    b_score = tl.sigmoid(b_logits)  # (TP, E)
+    b_biased = b_score + tl.load(bias_ptr + i_e)[None, :]
+
+    if NUM_GROUPS > 1:
+        b_grouped = tl.reshape(b_biased, (TP, NUM_GROUPS, E // NUM_GROUPS))
+        i_g = tl.arange(0, NUM_GROUPS)
+        i_member = tl.arange(0, E // NUM_GROUPS)
+        b_first = tl.max(b_grouped, axis=2)
+        i_first = tl.argmax(b_grouped, axis=2, tie_break_left=True)
+        b_rest = tl.where(i_member[None, None, :] == i_first[:, :, None], float("-inf"), b_grouped)
+        b_group = b_first + tl.max(b_rest, axis=2)  # (TP, NUM_GROUPS)
+        b_keep = tl.zeros((TP, NUM_GROUPS), dtype=tl.int32)
+        for _ in tl.static_range(TOPK_GROUPS):
+            i_best = tl.argmax(b_group, axis=1, tie_break_left=True)
+            m_best = i_g[None, :] == i_best[:, None]
+            b_keep = tl.where(m_best, 1, b_keep)
+            b_group = tl.where(m_best, float("-inf"), b_group)
+        b_grouped = tl.where(b_keep[:, :, None] > 0, b_grouped, float("-inf"))
+        b_biased = tl.reshape(b_grouped, (TP, E))
+
+    b_chosen = tl.zeros((TP, E), dtype=tl.int32)
+    for _ in tl.static_range(A):
+        i_best = tl.argmax(b_biased, axis=1, tie_break_left=True)
+        m_best = i_e[None, :] == i_best[:, None]
+        b_chosen = tl.where(m_best, 1, b_chosen)
+        b_biased = tl.where(m_best, float("-inf"), b_biased)
+    m_chosen = (b_chosen > 0) & m_t[:, None]
+    b_weight = tl.where(m_chosen, b_score, 0.0)
+    b_weight = b_weight / (tl.sum(b_weight, axis=1) + 1e-20)[:, None] * SCALE
+
+    m_active = tl.max(m_chosen.to(tl.int32), axis=0)  # (E,)
+    i_slot = tl.cumsum(m_active, axis=0) - 1
+    num_slots = tl.sum(m_active, axis=0)
+    tl.store(slot_expert_ptr + i_slot, i_e, mask=m_active > 0)
+    o_weight = i_slot[None, :] * TP + i_t[:, None]
+    tl.store(slot_weight_ptr + o_weight, b_weight, mask=(m_active > 0)[None, :] & (i_t[:, None] < TP))
+    for shared in tl.static_range(NUM_SHARED):
+        tl.store(slot_expert_ptr + num_slots + shared, E + shared)
+        tl.store(slot_weight_ptr + (num_slots + shared) * TP + i_t, tl.where(m_t, 1.0, 0.0))
+    tl.store(num_slots_ptr, num_slots + NUM_SHARED)
+
+
+@triton.jit
+def router_kernel(
+    x_ptr,
+    norm_weight_ptr,
+    gate_ptr,
+    bias_ptr,
+    width_ptr,
+    h_ptr,
+    logits_ptr,
+    slot_expert_ptr,
+    slot_weight_ptr,
+    num_slots_ptr,
+    counter_ptr,
+    T,
+    eps,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
+    A: tl.constexpr,
+    SCALE: tl.constexpr,
+    NUM_SHARED: tl.constexpr,
+    HAS_WIDTH: tl.constexpr,
+    TP: tl.constexpr,
+    BE: tl.constexpr,
+    BD: tl.constexpr,
+    PDL: tl.constexpr,
+    IS_FP32_DOT: tl.constexpr,
+):
+    """h = rms_norm(x), logits = h W^T, then the top-k. Grid: (E / BE,).
+
+    x (T, D), h (TP, D) in x's dtype; logits (TP, E) fp32; slot_expert (slots) int32; slot_weight (slots, TP) fp32; num_slots () int32.
+    """
+    pid = tl.program_id(0)
+    i_t = tl.arange(0, TP)
+    i_e = pid * BE + tl.arange(0, BE)
+    m_t = i_t < T
+    num_blocks: tl.constexpr = (D + BD - 1) // BD
+
+    wait_for_producers(PDL)
+    let_consumers_start(PDL)
+
+    b_square = tl.zeros((TP, BD), dtype=tl.float32)
+    for block in range(num_blocks):
+        i_d = block * BD + tl.arange(0, BD)
+        m_x = m_t[:, None] & (i_d < D)[None, :]
+        b_x = tl.load(x_ptr + i_t[:, None] * D + i_d[None, :], mask=m_x, other=0.0).to(tl.float32)
+        b_square += b_x * b_x
+    b_scale = 1.0 / tl.sqrt(tl.sum(b_square, axis=1) / D + eps)  # (TP,)
+
+    b_logits = tl.zeros((BE, TP), dtype=tl.float32)
+    for block in range(num_blocks):
+        i_d = block * BD + tl.arange(0, BD)
+        m_d = i_d < D
+        m_x = m_t[:, None] & m_d[None, :]
+        b_x = tl.load(x_ptr + i_t[:, None] * D + i_d[None, :], mask=m_x, other=0.0).to(tl.float32)
+        b_norm = tl.load(norm_weight_ptr + i_d, mask=m_d, other=0.0).to(tl.float32)
+        b_h = (b_x * b_scale[:, None] * b_norm[None, :]).to(h_ptr.dtype.element_ty)  # (TP, BD)
+        if block % tl.num_programs(0) == pid:
+            tl.store(h_ptr + i_t[:, None] * D + i_d[None, :], b_h, mask=m_d[None, :] & (i_t < TP)[:, None])
+        b_gate = tl.load(gate_ptr + i_e[:, None] * D + i_d[None, :], mask=m_d[None, :], other=0.0)  # (BE, BD)
+        if IS_FP32_DOT:
+            b_logits += tl.dot(b_gate.to(tl.float32), tl.trans(b_h.to(tl.float32)), input_precision="ieee")
+        else:
+            b_logits += tl.dot(b_gate.to(b_h.dtype), tl.trans(b_h))
+    tl.store(logits_ptr + i_t[None, :] * E + i_e[:, None], b_logits)
+
+    if is_last_arriver(counter_ptr, tl.num_programs(0)):
+        _choose_experts(
+            logits_ptr,
+            bias_ptr,
+            width_ptr,
+            slot_expert_ptr,
+            slot_weight_ptr,
+            num_slots_ptr,
+            T,
+            E,
+            NUM_GROUPS,
+            TOPK_GROUPS,
+            A,
+            SCALE,
+            NUM_SHARED,
+            HAS_WIDTH,
+            TP,
+        )
+
+
+@triton.jit
+def gate_up_kernel(
+    h_ptr,
+    gate_up_ptr,
+    shared_offset,
+    slot_expert_ptr,
+    slot_weight_ptr,
+    num_slots_ptr,
+    act_ptr,
+    limit,
+    shared_limit,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    F: tl.constexpr,
+    SHARED_F: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    HAS_SHARED_LIMIT: tl.constexpr,
+    TP: tl.constexpr,
+    BF: tl.constexpr,
+    BD: tl.constexpr,
+    PDL: tl.constexpr,
+    IS_FP32_DOT: tl.constexpr,
+):
+    """act = weight * swiglu(W_gate h, W_up h) for each slot. Grid: (F / BF, slots).
+
+    gate_up (E, 2F, D); `shared_offset` elements behind it lies the shared expert's (2*SHARED_F, D); act (slots, TP, F).
+    """
+    i_f = tl.program_id(0) * BF + tl.arange(0, BF)
+    slot = tl.program_id(1)
+    i_t = tl.arange(0, TP)
+
+    wait_for_producers(PDL)
+    let_consumers_start(PDL)
+    if slot < tl.load(num_slots_ptr):
+        expert = tl.load(slot_expert_ptr + slot).to(tl.int64)
+        is_shared = expert >= E
+        o_gate = tl.where(is_shared, shared_offset + (expert - E) * F * D, expert * 2 * F * D)
+        o_gate = tl.multiple_of(o_gate, 16)
+        o_up = o_gate + tl.where(is_shared, SHARED_F, F).to(tl.int64) * D
+        p_gate = gate_up_ptr + o_gate + i_f[:, None] * D
+        p_up = gate_up_ptr + tl.multiple_of(o_up, 16) + i_f[:, None] * D
+        p_h = h_ptr + i_t[None, :] * D
+
+        b_gate = tl.zeros((BF, TP), dtype=tl.float32)
+        b_up = tl.zeros((BF, TP), dtype=tl.float32)
+        for o_d in range(0, D, BD):
+            i_d = o_d + tl.arange(0, BD)
+            w_gate = tl.load(p_gate + i_d[None, :], eviction_policy="evict_first")
+            w_up = tl.load(p_up + i_d[None, :], eviction_policy="evict_first")
+            b_h = tl.load(p_h + i_d[:, None])
+            if IS_FP32_DOT:
+                b_gate += tl.dot(w_gate.to(tl.float32), b_h.to(tl.float32), input_precision="ieee")
+                b_up += tl.dot(w_up.to(tl.float32), b_h.to(tl.float32), input_precision="ieee")
+            else:
+                b_gate += tl.dot(w_gate, b_h)
+                b_up += tl.dot(w_up, b_h)
+
+        b_silu = b_gate * tl.sigmoid(b_gate)
+        if HAS_LIMIT:
+            if not is_shared:
+                b_silu = tl.minimum(b_silu, limit)
+                b_up = tl.minimum(tl.maximum(b_up, -limit), limit)
+        if HAS_SHARED_LIMIT:
+            if is_shared:
+                b_silu = tl.minimum(b_silu, shared_limit)
+                b_up = tl.minimum(tl.maximum(b_up, -shared_limit), shared_limit)
+        b_weight = tl.load(slot_weight_ptr + slot * TP + i_t)
+        b_act = b_silu * b_up * b_weight[None, :]
+        p_act = act_ptr + slot * TP * F + i_t[None, :] * F + i_f[:, None]
+        tl.store(p_act, b_act.to(act_ptr.dtype.element_ty))
+
+
+@triton.jit
+def down_kernel(
+    act_ptr,
+    down_ptr,
+    shared_offset,
+    slot_expert_ptr,
+    num_slots_ptr,
+    residual_ptr,
+    partial_ptr,
+    counter_ptr,
+    out_ptr,
+    T,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    F: tl.constexpr,
+    SHARED_F: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    TP: tl.constexpr,
+    BD: tl.constexpr,
+    BF: tl.constexpr,
+    PDL: tl.constexpr,
+    IS_FP32_DOT: tl.constexpr,
+):
+    """out = residual + sum over slots of W_down act. Grid: (D / BD, NUM_SPLITS).
+
+    down (E, D, F); `shared_offset` elements behind it lies the shared expert's (D, SHARED_F); partial (NUM_SPLITS, TP, D) fp32.
+    """
+    pid_d = tl.program_id(0)
+    split = tl.program_id(1)
+    i_d = pid_d * BD + tl.arange(0, BD)
+    i_t = tl.arange(0, TP)
+    blocks_per_slot: tl.constexpr = F // BF
+
+    wait_for_producers(PDL)
+    let_consumers_start(PDL)
+    num_slots = tl.load(num_slots_ptr)
+    first = split * num_slots // NUM_SPLITS
+    last = (split + 1) * num_slots // NUM_SPLITS
+
+    b_out = tl.zeros((BD, TP), dtype=tl.float32)
+    for i in tl.range(first * blocks_per_slot, last * blocks_per_slot):
+        slot = i // blocks_per_slot
+        i_f = (i % blocks_per_slot) * BF + tl.arange(0, BF)
+        expert = tl.load(slot_expert_ptr + slot).to(tl.int64)
+        is_shared = expert >= E
+        o_down = tl.where(is_shared, shared_offset + (expert - E) * F, expert * D * F)
+        stride_d = tl.where(is_shared, SHARED_F, F)
+        p_down = down_ptr + tl.multiple_of(o_down, 16) + i_d[:, None] * tl.multiple_of(stride_d, 16) + i_f[None, :]
+        w_down = tl.load(p_down, eviction_policy="evict_first")
+        b_act = tl.load(act_ptr + slot * TP * F + i_t[None, :] * F + i_f[:, None])
+        if IS_FP32_DOT:
+            b_out += tl.dot(w_down.to(tl.float32), b_act.to(tl.float32), input_precision="ieee")
+        else:
+            b_out += tl.dot(w_down, b_act)
+
+    m_out = (i_t < T)[None, :]
+    p_out = i_t[None, :] * D + i_d[:, None]
+    if NUM_SPLITS == 1:
+        b_out += tl.load(residual_ptr + p_out, mask=m_out, other=0.0).to(tl.float32)
+        tl.store(out_ptr + p_out, b_out.to(out_ptr.dtype.element_ty), mask=m_out)
+    else:
+        tl.store(partial_ptr + split * TP * D + p_out, b_out)
+        if is_last_arriver(counter_ptr + pid_d, NUM_SPLITS):
+            b_sum = tl.load(residual_ptr + p_out, mask=m_out, other=0.0).to(tl.float32)
+            for other in tl.static_range(NUM_SPLITS):
+                b_sum += tl.load(partial_ptr + other * TP * D + p_out, cache_modifier=".cg")
+            tl.store(out_ptr + p_out, b_sum.to(out_ptr.dtype.element_ty), mask=m_out)
+
+
+# Most tokens a step has; more is a prompt.
+MAX_STEP_ROWS = 16
+# Columns of a product on tensor cores.
+_MIN_COLUMNS = 16
+
+
+def _largest_divisor(size: int, *, limit: int) -> int:
+    """The largest power of two, at most `limit`, that divides `size`."""
+    return min(size & -size, limit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """Launch settings of a step's three kernels."""
+
+    # Experts a router program scores.
+    router_block_e: int = 16
+    # Rows of gate (and of up) a gate_up program owns.
+    gate_up_block_f: int = 16
+    gate_up_block_d: int = 128
+    gate_up_warps: int = 4
+    gate_up_stages: int = 4
+    # Rows a down program owns, and over how many programs the slots are split.
+    down_block_d: int = 32
+    down_block_f: int = 128
+    down_warps: int = 4
+    down_stages: int = 4
+    down_splits: int = 8
+
+
+def moe_step(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    router_weight: torch.Tensor,
+    expert_bias: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    shared_gate_up: torch.Tensor | None,
+    shared_down: torch.Tensor | None,
+    router: RouterShape,
+    *,
+    limit: float | None,
+    shared_limit: float | None,
+    width: torch.Tensor | None,
+    settings: StepSettings,
+) -> torch.Tensor:
+    """Launch a step of T <= 16 rows; arguments as `moe` in `kernels/moe.py`. Row i does not depend on T."""
+    T, D = x.shape
+    E, _, F = down.shape
+    shared_f = 0 if shared_down is None else shared_down.shape[1]
+    num_shared = shared_f // F
+    TP = _MIN_COLUMNS
+    num_slots = min(T * router.num_experts_per_tok, E) + num_shared
+    device = x.device
+    is_fp32_dot = IS_INTERPRETED or x.dtype == torch.float32
+
+    h = torch.empty((TP, D), dtype=x.dtype, device=device)
+    logits = torch.empty((TP, E), dtype=torch.float32, device=device)
+    slot_expert = torch.empty(num_slots, dtype=torch.int32, device=device)
+    slot_weight = torch.empty((num_slots, TP), dtype=torch.float32, device=device)
+    count = torch.empty((), dtype=torch.int32, device=device)
+    act = torch.empty((num_slots, TP, F), dtype=x.dtype, device=device)
+    out = torch.empty_like(x)
+    counters = arrival_counters(device)
+
+    block_e = _largest_divisor(E, limit=settings.router_block_e)
+    router_kernel[(E // block_e,)](
+        x,
+        norm_weight,
+        router_weight,
+        expert_bias,
+        x if width is None else width,
+        h,
+        logits,
+        slot_expert,
+        slot_weight,
+        count,
+        counters,
+        T,
+        eps,
+        D=D,
+        E=E,
+        NUM_GROUPS=router.n_group,
+        TOPK_GROUPS=router.topk_group,
+        A=router.num_experts_per_tok,
+        SCALE=router.routed_scaling_factor,
+        NUM_SHARED=num_shared,
+        HAS_WIDTH=width is not None,
+        TP=TP,
+        BE=block_e,
+        BD=_largest_divisor(D, limit=256),
+        IS_FP32_DOT=is_fp32_dot or router_weight.dtype == torch.float32,
+        num_warps=8,
+        **pdl_options(),
+    )
+    block_f = _largest_divisor(F, limit=settings.gate_up_block_f)
+    gate_up_kernel[(F // block_f, num_slots)](
+        h,
+        gate_up,
+        _elements_between(gate_up, shared_gate_up),
+        slot_expert,
+        slot_weight,
+        count,
+        act,
+        limit or 0.0,
+        shared_limit or 0.0,
+        D=D,
+        E=E,
+        F=F,
+        SHARED_F=shared_f,
+        HAS_LIMIT=limit is not None,
+        HAS_SHARED_LIMIT=shared_limit is not None,
+        TP=TP,
+        BF=block_f,
+        BD=_largest_divisor(D, limit=settings.gate_up_block_d),
+        IS_FP32_DOT=is_fp32_dot,
+        num_warps=settings.gate_up_warps,
+        num_stages=settings.gate_up_stages,
+        **pdl_options(),
+    )
+    block_d = _largest_divisor(D, limit=settings.down_block_d)
+    partial = torch.empty((settings.down_splits, TP, D), dtype=torch.float32, device=device)
+    down_kernel[(D // block_d, settings.down_splits)](
+        act,
+        down,
+        _elements_between(down, shared_down),
+        slot_expert,
+        count,
+        x,
+        partial,
+        counters,
+        out,
+        T,
+        D=D,
+        E=E,
+        F=F,
+        SHARED_F=shared_f,
+        NUM_SPLITS=settings.down_splits,
+        TP=TP,
+        BD=block_d,
+        BF=_largest_divisor(F, limit=settings.down_block_f),
+        IS_FP32_DOT=is_fp32_dot,
+        num_warps=settings.down_warps,
+        num_stages=settings.down_stages,
+        **pdl_options(),
+    )
+    return out
+
+
+def _elements_between(first: torch.Tensor, second: torch.Tensor | None) -> int:
+    """Distance from one tensor's data to another's, in elements: kernels reach both from one pointer."""
+    if second is None:
+        return 0
+    distance = second.data_ptr() - first.data_ptr()
+    assert distance % (16 * first.element_size()) == 0, "weights are aligned to 16 elements"
+    return distance // first.element_size()
