@@ -102,6 +102,7 @@ class RecordingSource(WeightSource):
     def experts(self, *parts: Part, num_experts: int) -> torch.Tensor:
         for expert in range(num_experts):
             for part in parts:
-                self._record(Part(name=part.name.format(e=expert), shape=part.shape))
+                name = part.name.format(e=expert)
+                self.shapes[name], self.dtypes[name] = part.shape, self.dtype
         rows = sum(part.shape[0] for part in parts)
         return torch.empty((num_experts, rows, *parts[0].shape[1:]), dtype=self.dtype, device="meta")

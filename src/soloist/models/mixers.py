@@ -1,0 +1,236 @@
+"""Token mixers of the hybrid models: Kimi Delta Attention (KDA) and multi-head latent attention (MLA).
+
+Owns the weights of one mixer with the norm before it and the residual around it: the packed projection, what lies
+between, the output projection. The recurrence and the attention are in `kernels`; which layer mixes how, and what the
+layers are called, is the architecture's.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from soloist.kernels.kda import kda_chunk, kda_step, kda_verify
+from soloist.kernels.linear import linear, linear_residual, norm_linear
+from soloist.kernels.mla import mla_attention
+from soloist.kernels.rotary import RotaryTable
+from soloist.models.cache import LatentCache, RecurrentState, StepKind
+from soloist.models.weights import Part, WeightSource
+
+# Inputs a short convolution sees: its own and the three before.
+CONV_SIZE = 4
+# The norms of the compressed query and of the latent. The publishers' code of Ling-3.0 and of Kimi-Linear passes no eps
+# to them, so both use that class's default, whatever `rms_norm_eps` says.
+LATENT_NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class KDASettings:
+    """What the KDA layers of one model have in common."""
+
+    hidden_size: int
+    num_heads: int
+    # Both K and V.
+    head_dim: int
+    # Rank of the f and g projections; None: they are full matrices.
+    gate_rank: int | None
+    # Lower end of the log decay; None: the unbounded softplus law.
+    lower_bound: float | None
+    # Shape of the checkpoint's A_log, which holds one number a head.
+    a_log_shape: tuple[int, ...]
+    # Of the norm before the layer and of the norm behind the recurrence.
+    eps: float
+
+
+class KimiDeltaAttention:
+    """One KDA layer: `x + o_proj(KDA(rms_norm(x)))`.
+
+    Args:
+        weights: the source.
+        layer: prefix of the decoder layer's tensors, with its dot.
+        module: prefix of the mixer's tensors within the layer, with its dot.
+        settings: sizes and laws.
+    """
+
+    def __init__(self, weights: WeightSource, layer: str, module: str, settings: KDASettings) -> None:
+        at = layer + module
+        D, H, K = settings.hidden_size, settings.num_heads, settings.head_dim
+        self.settings = settings
+        self.norm = weights.tensor(Part(name=f"{layer}input_layernorm.weight", shape=(D,)))
+
+        low_rank = settings.gate_rank is not None
+        f, g = ("f_a_proj", "g_a_proj") if low_rank else ("f_proj", "g_proj")
+        gate_rows = settings.gate_rank or H * K
+        rows = {"q_proj": H * K, "k_proj": H * K, "v_proj": H * K, f: gate_rows, g: gate_rows, "b_proj": H}
+        # One read of x for everything: rows [q k v f g b].
+        self.in_proj = weights.linear(*(Part(name=f"{at}{name}.weight", shape=(n, D)) for name, n in rows.items()))
+        self.in_sizes = [3 * H * K, gate_rows, gate_rows, H]
+        self.f_b_proj, self.g_b_proj = None, None
+        if low_rank:
+            self.f_b_proj = weights.linear(Part(name=f"{at}f_b_proj.weight", shape=(H * K, gate_rows)))
+            self.g_b_proj = weights.linear(Part(name=f"{at}g_b_proj.weight", shape=(H * K, gate_rows)))
+
+        convs = [Part(name=f"{at}{name}_conv1d.weight", shape=(H * K, 1, CONV_SIZE)) for name in "qkv"]
+        conv = torch.cat([weights.tensor(part, init="normal") for part in convs])
+        self.conv = conv.view(3 * H * K, CONV_SIZE)  # (C, 4)
+        a_log = Part(name=f"{at}A_log", shape=settings.a_log_shape)
+        self.A_log = weights.tensor(a_log, dtype=torch.float32, init="decay").view(H)
+        self.dt_bias = weights.tensor(Part(name=f"{at}dt_bias", shape=(H * K,)), dtype=torch.float32, init="bias")
+        self.o_norm = weights.tensor(Part(name=f"{at}o_norm.weight", shape=(K,)))
+        self.o_proj = weights.linear(Part(name=f"{at}o_proj.weight", shape=(D, H * K)))
+
+    def __call__(self, x: torch.Tensor, recurrent: RecurrentState, index: int, kind: StepKind) -> torch.Tensor:
+        """Mix tokens and add the result.
+
+        Args:
+            x: (T, D) residual stream.
+            recurrent: written in place at `index`: state and conv, or for VERIFY the rows its commit needs.
+            index: this layer among the KDA layers.
+            kind: VERIFY leaves the state as it is.
+
+        Returns:
+            (T, D) residual stream.
+        """
+        s = self.settings
+        projected = norm_linear(x, self.norm, s.eps, self.in_proj)  # (T, C + f + g + H)
+        qkv, f, gate, b = projected.split(self.in_sizes, dim=-1)
+        if self.f_b_proj is not None and self.g_b_proj is not None:
+            f, gate = linear(f, self.f_b_proj), linear(gate, self.g_b_proj)  # (T, H*K), (T, H*V)
+        inputs = (qkv, f, gate, b, self.conv, self.A_log, self.dt_bias, self.o_norm, s.eps)
+        state, conv = recurrent.state[index], recurrent.conv[index]  # (H, V, K), (3, C)
+        heads, bound = s.num_heads, s.lower_bound
+        if kind is StepKind.VERIFY:
+            r = recurrent
+            kept = (t[index] for t in (r.verify_k, r.verify_u, r.verify_g, r.verify_conv))
+            out = kda_verify(*inputs, state, conv, *kept, num_heads=heads, lower_bound=bound)
+        elif kind is StepKind.DECODE:
+            out = kda_step(*inputs, state, conv, num_heads=heads, lower_bound=bound)
+        else:
+            out = kda_chunk(*inputs, state, conv, num_heads=heads, lower_bound=bound)
+        return linear_residual(out, self.o_proj, x)
+
+
+def make_recurrent_state(
+    num_layers: int, settings: KDASettings, max_width: int, *, dtype: torch.dtype, device: torch.device
+) -> RecurrentState:
+    """Allocate the empty state of `num_layers` KDA layers.
+
+    Args:
+        num_layers: KDA layers of the model.
+        settings: their sizes.
+        max_width: most rows of one verify step.
+        dtype: of the convolutions' inputs, the model's; everything else is fp32.
+        device: where.
+    """
+    L, H, K = num_layers, settings.num_heads, settings.head_dim
+    V, C = K, 3 * H * K
+    return RecurrentState(
+        state=torch.zeros(L, H, V, K, dtype=torch.float32, device=device),
+        conv=torch.zeros(L, CONV_SIZE - 1, C, dtype=dtype, device=device),
+        verify_k=torch.zeros(L, max_width, H, K, dtype=torch.float32, device=device),
+        verify_u=torch.zeros(L, max_width, H, V, dtype=torch.float32, device=device),
+        verify_g=torch.zeros(L, max_width, H, K, dtype=torch.float32, device=device),
+        verify_conv=torch.zeros(L, max_width, C, dtype=dtype, device=device),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLASettings:
+    """What the MLA layers of one model have in common."""
+
+    hidden_size: int
+    num_heads: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    kv_lora_rank: int
+    # None: the query projection is one full matrix.
+    q_lora_rank: int | None
+    # Of the scores, before the softmax.
+    scale: float
+    # Whether each head's output is multiplied by a sigmoid of its own.
+    has_head_gate: bool
+    # Name of the output projection.
+    o_proj: str
+    # Of the norm before the layer.
+    eps: float
+
+
+class LatentAttention:
+    """One MLA layer: `x + o_proj(MLA(rms_norm(x)))`.
+
+    Args:
+        weights: the source.
+        layer: prefix of the decoder layer's tensors, with its dot.
+        module: prefix of the mixer's tensors within the layer, with its dot.
+        settings: sizes and names.
+    """
+
+    def __init__(self, weights: WeightSource, layer: str, module: str, settings: MLASettings) -> None:
+        s, at = settings, layer + module
+        D, H, R = s.hidden_size, s.num_heads, s.kv_lora_rank
+        q_rows = H * (s.qk_nope_head_dim + s.qk_rope_head_dim)
+        kv_rows = R + s.qk_rope_head_dim
+        self.settings = s
+        self.norm = weights.tensor(Part(name=f"{layer}input_layernorm.weight", shape=(D,)))
+
+        rows = {"q_proj": q_rows} if s.q_lora_rank is None else {"q_a_proj": s.q_lora_rank}
+        rows["kv_a_proj_with_mqa"] = kv_rows
+        if s.has_head_gate:
+            rows["g_proj"] = H
+        # One read of x for everything: rows [q kv_a gate], or [q_a kv_a gate].
+        self.in_proj = weights.linear(*(Part(name=f"{at}{name}.weight", shape=(n, D)) for name, n in rows.items()))
+        self.in_sizes = list(rows.values())
+        self.q_a_norm, self.q_b_proj = None, None
+        if s.q_lora_rank is not None:
+            self.q_a_norm = weights.tensor(Part(name=f"{at}q_a_layernorm.weight", shape=(s.q_lora_rank,)))
+            self.q_b_proj = weights.linear(Part(name=f"{at}q_b_proj.weight", shape=(q_rows, s.q_lora_rank)))
+        self.kv_a_norm = weights.tensor(Part(name=f"{at}kv_a_layernorm.weight", shape=(R,)))
+        # Never packed: the absorbed form reads its key rows and its value rows apart, per head.
+        kv_b = Part(name=f"{at}kv_b_proj.weight", shape=(H * (s.qk_nope_head_dim + s.v_head_dim), R))
+        self.kv_b_proj = weights.tensor(kv_b, init="normal")
+        self.o_proj = weights.linear(Part(name=f"{at}{s.o_proj}.weight", shape=(D, H * s.v_head_dim)))
+
+    def __call__(
+        self, x: torch.Tensor, latent: LatentCache, index: int, context_len: torch.Tensor, rotary: RotaryTable | None
+    ) -> torch.Tensor:
+        """Attend to the cached latents and to the rows of this step, and add the result.
+
+        Args:
+            x: (T, D) residual stream.
+            latent: rows `context_len` .. `context_len + T - 1` of layer `index` are written in place.
+            index: this layer among the MLA layers.
+            context_len: () int32, tokens in the cache.
+            rotary: angles by position; None: the model does not rotate.
+
+        Returns:
+            (T, D) residual stream.
+        """
+        s = self.settings
+        projected = norm_linear(x, self.norm, s.eps, self.in_proj)  # (T, q + (R+P) + H)
+        q, kv, *gate = projected.split(self.in_sizes, dim=-1)
+        if self.q_a_norm is not None and self.q_b_proj is not None:
+            q = norm_linear(q, self.q_a_norm, LATENT_NORM_EPS, self.q_b_proj)  # (T, H*(Kn+P))
+        out = mla_attention(
+            q,
+            kv,
+            gate[0] if gate else None,
+            self.kv_a_norm,
+            LATENT_NORM_EPS,
+            self.kv_b_proj,
+            latent.latent[index],
+            context_len,
+            None if rotary is None else rotary.cos,
+            None if rotary is None else rotary.sin,
+            num_heads=s.num_heads,
+            v_head_dim=s.v_head_dim,
+            scale=s.scale,
+        )  # (T, H*V)
+        return linear_residual(out, self.o_proj, x)
+
+
+def make_latent_cache(
+    num_layers: int, settings: MLASettings, max_context_len: int, *, dtype: torch.dtype, device: torch.device
+) -> LatentCache:
+    """Allocate the rows of `num_layers` MLA layers, in the model's dtype."""
+    row = settings.kv_lora_rank + settings.qk_rope_head_dim
+    return LatentCache(latent=torch.zeros(num_layers, max_context_len, row, dtype=dtype, device=device))
