@@ -126,6 +126,10 @@ def make_rotary_table(
     Source: Su et al. 2021 (arXiv 2104.09864), equation 15; Peng et al. 2023 (arXiv 2309.00071); Llama 3.1's model card.
     """
     assert dim % 2 == 0, f"dim: {dim} is odd, rotary rotates pairs"
+    if torch.device(device).type == "meta":
+        # `arange` there would import PyTorch's compiler, which takes seconds.
+        cos, sin = (torch.empty(max_len, dim // 2, device=device) for _ in range(2))
+        return RotaryTable(cos=cos, sin=sin)
     frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)  # (P/2)
     factor = 1.0
     if isinstance(scaling, Llama3Scaling):

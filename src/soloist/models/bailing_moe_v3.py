@@ -135,6 +135,9 @@ class BailingMoeV3Config(HybridConfig):
         theta, scaling = take_rope(
             reader, max_position_embeddings=max_position_embeddings, ignored=("partial_rotary_factor",)
         )
+        if isinstance(scaling, YarnScaling):
+            extended = int(scaling.factor * scaling.original_max_position_embeddings)
+            max_position_embeddings = max(max_position_embeddings, extended)
         num_heads = reader.take("num_attention_heads", int)
         nope, rope = reader.take("qk_nope_head_dim", int), reader.take("qk_rope_head_dim", int)
         moe_size = reader.take("moe_intermediate_size", int)

@@ -69,9 +69,10 @@ class KimiDeltaAttention:
             self.f_b_proj = weights.linear(Part(name=f"{at}f_b_proj.weight", shape=(H * K, gate_rows)))
             self.g_b_proj = weights.linear(Part(name=f"{at}g_b_proj.weight", shape=(H * K, gate_rows)))
 
-        convs = [Part(name=f"{at}{name}_conv1d.weight", shape=(H * K, 1, CONV_SIZE)) for name in "qkv"]
-        conv = torch.cat([weights.tensor(part, init="normal") for part in convs])
-        self.conv = conv.view(3 * H * K, CONV_SIZE)  # (C, 4)
+        self.conv = torch.empty(3 * H * K, CONV_SIZE, dtype=weights.dtype, device=weights.device)  # (C, 4)
+        for name, channels in zip("qkv", self.conv.chunk(3), strict=True):
+            taps = weights.tensor(Part(name=f"{at}{name}_conv1d.weight", shape=(H * K, 1, CONV_SIZE)), init="normal")
+            channels.copy_(taps.view(H * K, CONV_SIZE))
         a_log = Part(name=f"{at}A_log", shape=settings.a_log_shape)
         self.A_log = weights.tensor(a_log, dtype=torch.float32, init="decay").view(H)
         self.dt_bias = weights.tensor(Part(name=f"{at}dt_bias", shape=(H * K,)), dtype=torch.float32, init="bias")

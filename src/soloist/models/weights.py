@@ -88,7 +88,11 @@ class RecordingSource(WeightSource):
         return torch.empty(part.shape, dtype=dtype or self.dtype, device="meta")
 
     def linear(self, *parts: Part) -> torch.Tensor:
-        return torch.cat([self._record(part) for part in parts])
+        for part in parts:
+            self._record(part)
+        rows = sum(part.shape[0] for part in parts)
+        # Not `cat`: on the meta device it would import PyTorch's compiler, which takes seconds.
+        return torch.empty((rows, *parts[0].shape[1:]), dtype=self.dtype, device="meta")
 
     def embedding(self, part: Part) -> torch.Tensor:
         return self._record(part)
