@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from soloist.kernels.check import expect, use_reference
+from soloist.kernels.norm import gated_rms_norm_ref
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Rows that one triangular system ties together, and rows whose decays are formed pair by pair.
@@ -82,9 +83,8 @@ def _prepare(
 
 def _finish(o: torch.Tensor, gate: torch.Tensor, o_norm: torch.Tensor, eps: float) -> torch.Tensor:
     """Norm and gate what the recurrence reads: (H, T, V) fp32 to (T, H*V) in the gate's dtype."""
-    o = o.transpose(0, 1).to(gate.dtype).float()  # (T, H, V)
-    y = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + eps) * o_norm.float()
-    return (y * torch.sigmoid(gate.float().view(y.shape))).to(gate.dtype).flatten(1)
+    o = o.transpose(0, 1).to(gate.dtype)  # (T, H, V)
+    return gated_rms_norm_ref(o, gate.view(o.shape), o_norm, eps).flatten(1)
 
 
 def kda_recurrent_ref(

@@ -12,8 +12,8 @@ Equations, per token, h = rms_norm(x):
     expert(h) = down a,  [gate, up] = gate_up h
     a         = min(silu(gate), limit) * clamp(up, -limit, limit)            without limit: silu(gate) * up
 
-Among equals the lowest group, then the lowest expert wins. Rounding: h and a are rounded to the model's dtype, as inputs
-of products; the router's logits and everything behind a are fp32, summed from x over the shared expert to the chosen
+Among equals the lowest group, then the lowest expert wins. Rounding: h and a to the model's dtype, as inputs of
+products; the router's logits and everything behind a are fp32, summed from x over the shared expert to the chosen
 experts in ascending order, and rounded once.
 """
 
