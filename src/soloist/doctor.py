@@ -1,0 +1,156 @@
+"""What this machine is and can do: processors, memory, libraries, read bandwidth.
+
+Owns the facts and the small file that remembers a measured bandwidth. Knows nothing of models.
+"""
+
+import json
+import os
+import platform
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+import soloist
+from soloist.roofline import measure_bandwidth
+
+# Past every cache of a CPU we know, and read seven times within a quarter second.
+_QUICK_MEASURE_BYTES = 2**28
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One CUDA device."""
+
+    name: str
+    # As in "9.0" for Hopper.
+    compute_capability: str
+    memory_gib: float
+    # What can be allocated now.
+    free_memory_gib: float
+    # Reading, measured.
+    bandwidth_gb_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Facts about this machine; `inspect_machine` fills them in."""
+
+    system: str
+    python: str
+    soloist: str
+    torch: str
+    # None: not installed.
+    triton: str | None
+    # CUDA that PyTorch was built for. None: a CPU build.
+    cuda: str | None
+    cpu: str
+    # Vector instructions that PyTorch uses, as in "AVX2".
+    cpu_capability: str
+    # What PyTorch uses by default.
+    num_threads: int
+    memory_gib: float
+    # What can be allocated now without swapping.
+    free_memory_gib: float
+    # Reading with `num_threads` threads, measured.
+    bandwidth_gb_per_s: float
+    gpus: tuple[Gpu, ...]
+
+    @property
+    def capabilities(self) -> dict[str, str]:
+        """What works here, and where something does not, what is missing."""
+        if self.gpus and self.triton:
+            gpu = "yes"
+        elif self.gpus:
+            gpu = "no: Triton is not installed (pip install triton)"
+        elif self.cuda:
+            gpu = "no: PyTorch sees no CUDA device (is the driver loaded?)"
+        else:
+            gpu = "no: this PyTorch is a CPU build"
+        return {"answers on the CPU": "yes", "answers on the GPU": gpu}
+
+
+def cpu_name() -> str:
+    """Name the processor."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory_gib() -> tuple[float, float]:
+    """Give physical and free memory."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return total, total
+    fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+    return total, int(fields["MemAvailable"].split()[0]) / 2**20
+
+
+def known_bandwidth(device: torch.device, cache_dir: Path) -> float:
+    """Give a device's read bandwidth in GB/s: measured the first time, then read from `cache_dir`.
+
+    On the CPU it is that of PyTorch's current number of threads, and each number is measured once.
+    """
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{cpu_name()}, {torch.get_num_threads()} threads"
+    path = cache_dir / "bandwidth.json"
+    try:
+        known = dict(json.loads(path.read_text()))
+    except (OSError, ValueError):
+        # Missing or damaged: it is only a cache.
+        known = {}
+    if name not in known:
+        known[name] = measure_bandwidth(device, num_bytes=_QUICK_MEASURE_BYTES if device.type == "cpu" else None)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(known, indent=1))
+        except OSError:
+            # A home that cannot be written costs a measurement at every start, nothing else.
+            pass
+    return float(known[name])
+
+
+def _inspect_gpu(index: int) -> Gpu:
+    properties = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    return Gpu(
+        name=properties.name,
+        compute_capability=f"{properties.major}.{properties.minor}",
+        memory_gib=total / 2**30,
+        free_memory_gib=free / 2**30,
+        bandwidth_gb_per_s=measure_bandwidth(f"cuda:{index}"),
+    )
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def inspect_machine() -> Machine:
+    """Look at this machine; measures bandwidth afresh."""
+    total, free = _memory_gib()
+    return Machine(
+        system=platform.platform(),
+        python=platform.python_version(),
+        soloist=soloist.__version__,
+        torch=torch.__version__,
+        triton=_installed("triton"),
+        cuda=torch.version.cuda,
+        cpu=cpu_name(),
+        cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        num_threads=torch.get_num_threads(),
+        memory_gib=total,
+        free_memory_gib=free,
+        bandwidth_gb_per_s=measure_bandwidth("cpu", num_bytes=_QUICK_MEASURE_BYTES),
+        gpus=tuple(_inspect_gpu(i) for i in range(torch.cuda.device_count())),
+    )
