@@ -58,7 +58,7 @@ def make_scratch(T_max: int, *layers: int, dtype: torch.dtype = torch.float32) -
 
 
 def plain_fp64(rows: Rows, layer: Layer, state: torch.Tensor, conv: torch.Tensor, lower_bound: float | None):
-    """The equations token by token and head by head, in fp64, with the declared roundings; gives output, state, conv."""
+    """The equations token by token and head by head, fp64 but for the declared roundings; gives output, state, conv."""
     dtype = rows.qkv.dtype
     inputs = [x.double() for x in rows]
     conv_w, A_log, dt_bias, o_norm = (x.double() for x in layer[:4])

@@ -49,8 +49,8 @@ def _prepare(
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     num_heads: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rotate and write the cache; give q_n (H, T, Kn), q_r (H, T, P), c (S, R), k_r (S, P) so far, in fp32."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rotate and write the cache; give q_n (H, T, Kn), q_r (H, T, P) and the cache so far (S, R+P), in fp32."""
     T, R = q.shape[0], kv_norm.shape[0]
     P = kv.shape[1] - R
     start = int(context_len)
@@ -62,8 +62,7 @@ def _prepare(
         k_r = apply_rotary_ref(k_r.float(), *angles, interleaved=True)
     latent_cache[start : start + T, :R] = rms_norm_ref(c, kv_norm, eps)
     latent_cache[start : start + T, R:] = k_r
-    c, k_r = latent_cache[: start + T].float().split([R, P], dim=-1)  # (S, R), (S, P)
-    return q_n.transpose(0, 1), q_r.transpose(0, 1), c, k_r
+    return q_n.transpose(0, 1), q_r.transpose(0, 1), latent_cache[: start + T].float()
 
 
 def _finish(a: torch.Tensor, gate: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -91,10 +90,11 @@ def mla_attention_ref(
     scale: float,
 ) -> torch.Tensor:
     """Attend to the latents themselves: the query is taken into the latent space, the result out of it."""
-    q_n, q_r, c, k_r = _prepare(q, kv, kv_norm, eps, latent_cache, context_len, cos, sin, num_heads)
-    w_uk, w_uv = w_kv_b.float().view(num_heads, -1, c.shape[1]).split([q_n.shape[-1], v_head_dim], dim=1)
+    q_n, q_r, latent = _prepare(q, kv, kv_norm, eps, latent_cache, context_len, cos, sin, num_heads)
+    R = kv_norm.shape[0]
+    w_uk, w_uv = w_kv_b.float().view(num_heads, -1, R).split([q_n.shape[-1], v_head_dim], dim=1)
     queries = torch.cat([q_n @ w_uk, q_r], dim=-1)  # (H, T, R+P)
-    z = _attend(queries, torch.cat([c, k_r], dim=-1)[None], c[None], int(context_len), scale)  # (H, T, R)
+    z = _attend(queries, latent[None], latent[None, :, :R], int(context_len), scale)  # (H, T, R)
     return _finish(z @ w_uv.mT, gate, q.dtype)
 
 
@@ -115,8 +115,10 @@ def mla_naive_ref(
     scale: float,
 ) -> torch.Tensor:
     """Expand every head's keys and values from the latents, then attend as usual."""
-    q_n, q_r, c, k_r = _prepare(q, kv, kv_norm, eps, latent_cache, context_len, cos, sin, num_heads)
-    w_uk, w_uv = w_kv_b.float().view(num_heads, -1, c.shape[1]).split([q_n.shape[-1], v_head_dim], dim=1)
+    q_n, q_r, latent = _prepare(q, kv, kv_norm, eps, latent_cache, context_len, cos, sin, num_heads)
+    R = kv_norm.shape[0]
+    c, k_r = latent[:, :R], latent[:, R:]  # (S, R), (S, P)
+    w_uk, w_uv = w_kv_b.float().view(num_heads, -1, R).split([q_n.shape[-1], v_head_dim], dim=1)
     keys = torch.cat([c @ w_uk.mT, k_r.expand(num_heads, -1, -1)], dim=-1)  # (H, S, Kn+P)
     a = _attend(torch.cat([q_n, q_r], dim=-1), keys, c @ w_uv.mT, int(context_len), scale)  # (H, T, V)
     return _finish(a, gate, q.dtype)

@@ -71,7 +71,7 @@ def route_ref(logits: torch.Tensor, bias: torch.Tensor, settings: RouterSettings
     scores = torch.sigmoid(logits)  # (T, E)
     biased = scores + bias
     if settings.n_group > 1:
-        groups = biased.view(T, settings.n_group, -1)  # (T, n_group, E / n_group)
+        groups = biased.view(T, settings.n_group, E // settings.n_group)  # (T, n_group, E / n_group)
         group_scores = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)  # (T, n_group)
         is_lost = torch.ones_like(group_scores, dtype=torch.bool)
         is_lost.scatter_(1, _top(group_scores, settings.topk_group), False)
