@@ -262,6 +262,7 @@ class BailingMoeV3ForCausalLM(HybridCausalLM):
     """The decoder of Ling-3.0, without its MTP layer."""
 
     architecture: ClassVar[str] = "BailingMoeV3ForCausalLM"
+    config_class = BailingMoeV3Config
     embedding_name = "model.word_embeddings.weight"
     mixer_module = "attention."
     config: BailingMoeV3Config

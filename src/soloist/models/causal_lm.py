@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -14,7 +14,7 @@ from soloist.models.weights import LoadReport, WeightSource
 class HiddenCapture:
     """Asks a forward pass to keep the residual stream behind some layers (drafters read it)."""
 
-    # Decoder layers, 0-based, strictly increasing: the residual stream after layer l, before any norm. -1 is the embedding.
+    # Decoder layers, 0-based, strictly increasing: the residual stream after layer l, before any norm; -1: embedding.
     layers: tuple[int, ...]
     # (T_max, len(layers), D), the model's dtype; rows 0..T-1 are written in place.
     hidden: torch.Tensor
@@ -30,9 +30,14 @@ class CausalLM(ABC):
 
     # `architectures[0]` of the checkpoints this class reads.
     architecture: ClassVar[str]
+    # What reads their `config.json`.
+    config_class: ClassVar[type["ModelConfig"]]
     # The architecture's own frozen config dataclass; every one has vocab_size, hidden_size, num_hidden_layers,
     # max_position_embeddings and eos_token_ids (a tuple).
     config: "ModelConfig"
+    # Of activations and caches, and where they are; every constructor sets both.
+    dtype: torch.dtype
+    device: torch.device
     # How the weights were loaded; set by `load_model`.
     report: LoadReport
 
@@ -97,3 +102,12 @@ class ModelConfig:
     max_position_embeddings: int
     # Ids that end an answer, from the model's config; the tokenizer's are added by `llm`.
     eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_dict(cls, config_json: dict[str, Any]) -> Self:
+        """Read a `config.json`.
+
+        Raises:
+            UnsupportedError: a key is missing, unknown, or has a value that is not implemented.
+        """
+        raise NotImplementedError(f"{cls.__name__} does not read config.json")

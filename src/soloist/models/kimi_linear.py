@@ -200,6 +200,7 @@ class KimiLinearForCausalLM(HybridCausalLM):
     """The decoder of Kimi-Linear."""
 
     architecture: ClassVar[str] = "KimiLinearForCausalLM"
+    config_class = KimiLinearConfig
     embedding_name = "model.embed_tokens.weight"
     mixer_module = "self_attn."
     config: KimiLinearConfig

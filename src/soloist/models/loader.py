@@ -1,0 +1,267 @@
+"""Filling a model's tensors: from safetensors, memory-mapped, or with random numbers; dense, or packed for the CPU.
+
+Owns the comparison of a checkpoint with what a model asks for, the form that linear maps are held in, and the report.
+GGUF files are in `gguf_source`. Never pickle, never code from a checkpoint.
+"""
+
+import hashlib
+import time
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from soloist.errors import CheckpointError, UnsupportedError, UsageError
+from soloist.kernels.linear import INT4_GROUP, PackedKind, PackedWeight, pack_weight, packing_error
+from soloist.models.causal_lm import CausalLM, ModelConfig
+from soloist.models.memory import check_fits
+from soloist.models.safetensors import SafetensorsFolder
+from soloist.models.weights import Init, LoadReport, Part, RecordingSource, Weight, WeightSource
+
+# Called with the bytes that were read so far, and the bytes there are.
+Progress = Callable[[int, int], None]
+WeightsDtype = Literal["fp32", "bf16", "fp16", "int8", "int4"]
+DENSE_DTYPES: dict[torch.dtype, WeightsDtype] = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
+PACKED_BYTES_PER_VALUE: dict[PackedKind, float] = {"fp16": 2, "int8": 1, "int4": 0.5 + 4 / INT4_GROUP}
+# How a CPU with bf16 activations holds maps that are not 4-bit in their file.
+DEFAULT_PACKING: PackedKind | None = "fp16"
+# Names shown when many tensors are wrong.
+MAX_NAMES_SHOWN = 10
+# Standard deviation of random linear maps and embeddings.
+RANDOM_STD = 0.02
+# Rows of an int4 weight come in tiles; also the number of rows that a packing error is measured on.
+ROW_TILE = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where tensors go, and in what form."""
+
+    device: torch.device
+    # Of activations, norms and dense weights.
+    dtype: torch.dtype
+    # How linear maps are held; None: dense.
+    packing: PackedKind | None = None
+    # Whether maps that are 4-bit in their file are held as int4 whatever `packing` is: the same integers, scales and
+    # minima rounded to `dtype`.
+    keeps_four_bits: bool = False
+
+
+def choose_placement(device: torch.device, dtype: torch.dtype, weights_dtype: WeightsDtype | None) -> Placement:
+    """Decide how linear maps are held.
+
+    Args:
+        device: where the model runs.
+        dtype: of its activations.
+        weights_dtype: what was asked for; None: the default of `load_model`.
+
+    Raises:
+        UsageError: a dtype that no operator takes.
+        UnsupportedError: weights cannot be held in that form here.
+    """
+    if dtype not in DENSE_DTYPES:
+        raise UsageError(f"dtype is {dtype}; it can be {', '.join(map(str, DENSE_DTYPES))}")
+    can_pack = device.type == "cpu" and dtype == torch.bfloat16
+    if weights_dtype == DENSE_DTYPES[dtype] or (weights_dtype is None and not can_pack):
+        return Placement(device=device, dtype=dtype)
+    if weights_dtype is None:
+        return Placement(device=device, dtype=dtype, packing=DEFAULT_PACKING, keeps_four_bits=True)
+    if can_pack and weights_dtype in PACKED_BYTES_PER_VALUE:
+        return Placement(device=device, dtype=dtype, packing=weights_dtype, keeps_four_bits=weights_dtype == "int4")
+    allowed = [DENSE_DTYPES[dtype], *(PACKED_BYTES_PER_VALUE if can_pack else ())]
+    raise UnsupportedError(
+        f"weights_dtype is {weights_dtype!r}; with activations in {DENSE_DTYPES[dtype]} on {device.type} it can be"
+        f" {' or '.join(allowed)}"
+    )
+
+
+class LoadingSource(WeightSource):
+    """What files and random numbers share: allocate a tensor, have its parts written into it, pack it, count it.
+
+    Args:
+        placement: where tensors go. A matrix that the packed kernels cannot take (outputs must come in 16s, inputs in
+            32s) is held dense, and the report shows its bytes.
+        num_file_bytes: what there is to read, for `progress`.
+        progress: called behind each part.
+    """
+
+    def __init__(self, placement: Placement, num_file_bytes: int = 0, progress: Progress | None = None) -> None:
+        self.device, self.dtype, self.packing = placement.device, placement.dtype, placement.packing
+        self._num_file_bytes, self._num_read_bytes, self._progress = num_file_bytes, 0, progress
+        self._bytes_by_format: Counter[str] = Counter()
+        self._packing_error: dict[str, float] = {}
+        self._start_s = time.perf_counter()
+
+    @abstractmethod
+    def _fill(self, part: Part, destination: torch.Tensor, init: Init) -> int:
+        """Write a part into `destination`, which has its shape and is contiguous; give the bytes that were read."""
+
+    def report(self) -> LoadReport:
+        """Say what was loaded since the source was made."""
+        return LoadReport(
+            bytes_by_format=dict(self._bytes_by_format),
+            packing_error=dict(self._packing_error),
+            load_s=time.perf_counter() - self._start_s,
+        )
+
+    def _advance(self, num_bytes: int) -> None:
+        self._num_read_bytes += num_bytes
+        if self._progress is not None:
+            self._progress(self._num_read_bytes, self._num_file_bytes)
+
+    def _stack(self, parts: tuple[Part, ...], dtype: torch.dtype, init: Init = "normal") -> torch.Tensor:
+        """Read parts one below the other: (sum of rows, ...)."""
+        rows = [part.shape[0] for part in parts]
+        stacked = torch.empty((sum(rows), *parts[0].shape[1:]), dtype=dtype, device=self.device)
+        for part, destination in zip(parts, stacked.split(rows), strict=True):
+            self._advance(self._fill(part, destination, init))
+        return stacked
+
+    def _count_dense(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._bytes_by_format[DENSE_DTYPES[tensor.dtype]] += tensor.numel() * tensor.element_size()
+        return tensor
+
+    def _count_packed(self, packed: PackedWeight, sample: PackedWeight, rows: torch.Tensor) -> PackedWeight:
+        """Count a packed weight, and measure the error of `sample` against the values of the file, `rows`."""
+        self._bytes_by_format[packed.kind] += packed.num_bytes
+        error = packing_error(sample, rows)
+        self._packing_error[packed.kind] = max(error, self._packing_error.get(packed.kind, 0.0))
+        return packed
+
+    def _can_pack(self, parts: tuple[Part, ...]) -> bool:
+        rows, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        return self.packing == "fp16" or (self.packing is not None and rows % ROW_TILE == inputs % INT4_GROUP == 0)
+
+    def linear(self, *parts: Part) -> Weight:
+        if self.packing is None or not self._can_pack(parts):
+            return self._count_dense(self._stack(parts, self.dtype))
+        weight = self._stack(parts, torch.float32)
+        packed = pack_weight(weight, self.packing, activation_dtype=self.dtype)
+        rows = weight[sampled_rows(len(weight))]
+        return self._count_packed(packed, pack_weight(rows, self.packing, activation_dtype=self.dtype), rows)
+
+    def embedding(self, part: Part) -> torch.Tensor:
+        return self._count_dense(self._stack((part,), self.dtype))
+
+    def tied_head(self, part: Part, embedding: torch.Tensor) -> Weight:
+        # A packed head is made from the file again: the embedding is already rounded.
+        return self.linear(part) if self._can_pack((part,)) else embedding
+
+    def tensor(self, part: Part, *, dtype: torch.dtype | None = None, init: Init = "ones") -> torch.Tensor:
+        return self._count_dense(self._stack((part,), dtype or self.dtype, init))
+
+    def experts(self, *parts: Part, num_experts: int) -> torch.Tensor:
+        rows = [part.shape[0] for part in parts]
+        shape = (num_experts, sum(rows), *parts[0].shape[1:])
+        stacked = torch.empty(shape, dtype=self.dtype, device=self.device)  # (E, rows, I)
+        for expert in range(num_experts):
+            for part, destination in zip(parts, stacked[expert].split(rows), strict=True):
+                one = Part(name=part.name.format(e=expert), shape=part.shape)
+                self._advance(self._fill(one, destination, "normal"))
+        return self._count_dense(stacked)
+
+
+def sampled_rows(num_rows: int) -> torch.Tensor:
+    """Choose the rows that a packing error is measured on: (16) int64, spread evenly."""
+    return torch.linspace(0, num_rows - 1, ROW_TILE).long()
+
+
+class RandomSource(LoadingSource):
+    """Draws weights on the device, each a function of the seed and the tensor's name, so that speed can be measured.
+
+    Linear maps and embeddings are normal with a deviation of 0.02, norms one, biases zero, decays the logarithm of
+    1..16. The same seed gives other numbers on another kind of device.
+    """
+
+    def __init__(self, seed: int, placement: Placement) -> None:
+        super().__init__(placement)
+        self._seed = seed
+        self._generator = torch.Generator(placement.device)
+
+    def _fill(self, part: Part, destination: torch.Tensor, init: Init) -> int:
+        digest = hashlib.blake2b(f"{self._seed}:{part.name}".encode(), digest_size=8).digest()
+        self._generator.manual_seed(int.from_bytes(digest, "little", signed=True))
+        if init == "normal":
+            destination.normal_(0.0, RANDOM_STD, generator=self._generator)
+        elif init == "ones":
+            destination.fill_(1.0)
+        elif init == "decay":
+            destination.uniform_(1.0, 16.0, generator=self._generator).log_()
+        else:
+            destination.zero_()
+        return destination.numel() * destination.element_size()
+
+
+class SafetensorsSource(LoadingSource):
+    """Copies tensors from a folder of safetensors straight into their places, converting the dtype on the way."""
+
+    def __init__(self, folder: SafetensorsFolder, placement: Placement, progress: Progress | None = None) -> None:
+        super().__init__(placement, folder.num_bytes, progress)
+        self._folder = folder
+
+    def _fill(self, part: Part, destination: torch.Tensor, init: Init) -> int:
+        stored = self._folder.read(part.name)
+        destination.copy_(stored)
+        return stored.numel() * stored.element_size()
+
+
+def check_tensors(
+    model_class: type[CausalLM],
+    config: ModelConfig,
+    asked: RecordingSource,
+    found: Mapping[str, tuple[int, ...]],
+    checkpoint: Path,
+) -> None:
+    """Compare what a checkpoint holds with what the model asks for.
+
+    Args:
+        model_class: the architecture.
+        config: its config.
+        asked: what its constructor asked for.
+        found: shapes by name, in the architecture's names.
+        checkpoint: for the message.
+
+    Raises:
+        CheckpointError: tensors are missing, left over or of another shape; the message counts all of them.
+    """
+    missing = [f"{name} {list(shape)}" for name, shape in asked.shapes.items() if name not in found]
+    extra = [name for name in found if name not in asked.shapes and not model_class.ignores_tensor(config, name)]
+    misshaped = [
+        f"{name} is {list(found[name])}, expected {list(shape)}"
+        for name, shape in asked.shapes.items()
+        if name in found and found[name] != shape
+    ]
+    faults = {"missing": missing, "unknown": extra, "of another shape than config.json says": misshaped}
+    lines = [_describe(kind, names) for kind, names in faults.items() if names]
+    if lines:
+        raise CheckpointError(f"{checkpoint} does not hold a {model_class.architecture}: {'; '.join(lines)}")
+
+
+def _describe(kind: str, names: list[str]) -> str:
+    """Say how many tensors are wrong in one way, and name the first ones."""
+    shown = ", ".join(names[:MAX_NAMES_SHOWN])
+    rest = f", and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
+    return f"{len(names)} {kind}: {shown}{rest}"
+
+
+def check_weights_fit(asked: RecordingSource, placement: Placement) -> None:
+    """Refuse weights that cannot fit, before anything is allocated.
+
+    Raises:
+        DoesNotFitError: the device has less free memory than the weights take at least.
+    """
+    num_bytes = 0.0
+    for name, shape in asked.shapes.items():
+        bytes_per_value: float = asked.dtypes[name].itemsize
+        if placement.packing is not None and len(shape) == 2:
+            bytes_per_value = min(PACKED_BYTES_PER_VALUE["int4"], PACKED_BYTES_PER_VALUE[placement.packing])
+        num_bytes += torch.Size(shape).numel() * bytes_per_value
+    check_fits(num_bytes, placement.device, "the model")
