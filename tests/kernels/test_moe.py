@@ -132,6 +132,11 @@ def test_the_bias_selects_and_does_not_weigh() -> None:
     assert weights[0].tolist() == pytest.approx([2.446 / 3] * 3)
 
 
+def test_vanishing_scores_give_no_weight_and_no_nan() -> None:
+    _, weights = route_ref(torch.full((2, E), -200.0), torch.zeros(E), GROUPED)
+    assert torch.equal(weights, torch.zeros(2, 3))
+
+
 def test_a_groups_score_is_the_sum_of_its_two_largest() -> None:
     # Group 0 holds the single best expert, group 1 the best pair.
     settings = RouterSettings(num_experts_per_tok=2, n_group=2, topk_group=1, routed_scaling_factor=1.0)
@@ -187,16 +192,16 @@ def test_rows_past_the_width_come_back_unchanged_and_touch_no_expert() -> None:
     for num_rows in range(T + 3):
         kept = min(num_rows, T)
         expected = moe(**call | {"x": call["x"][:kept]}) if kept else call["x"][:0]
-        # Past the width anything may stand, and experts that only those rows would choose may hold anything.
+        # Experts that only rows past the width would choose hold NaN; those rows route to others than the kept ones.
         x = call["x"].clone()
-        x[kept:] = torch.nan
+        x[kept:] = 1e4 * torch.randn(T - kept, D)
         h = torch.nn.functional.rms_norm(x[:kept], (D,), call["norm_weight"], call["eps"])
         used = route_ref(h @ call["router_weight"].T, call["expert_bias"], GROUPED)[0].unique()
         gate_up, down = torch.full_like(call["gate_up"], torch.nan), torch.full_like(call["down"], torch.nan)
         gate_up[used], down[used] = call["gate_up"][used], call["down"][used]
         y = moe(**call | {"x": x, "gate_up": gate_up, "down": down, "width": torch.tensor(num_rows, dtype=torch.int32)})
         assert error(y[:kept], expected) < 1e-6 or not kept
-        assert y[kept:].isnan().all()
+        assert torch.equal(y[kept:], x[kept:])
         assert y.data_ptr() != x.data_ptr()
 
 

@@ -59,7 +59,7 @@ def _prepare(
     if cos is not None and sin is not None:
         angles = cos[start : start + T], sin[start : start + T]  # (T, P/2)
         q_r = apply_rotary_ref(q_r, *angles, interleaved=True)
-        k_r = apply_rotary_ref(k_r.float(), *angles, interleaved=True)
+        k_r = apply_rotary_ref(k_r, *angles, interleaved=True)
     latent_cache[start : start + T, :R] = rms_norm_ref(c, kv_norm, eps)
     latent_cache[start : start + T, R:] = k_r
     return q_n.transpose(0, 1), q_r.transpose(0, 1), latent_cache[: start + T].float()

@@ -110,7 +110,7 @@ def moe_ref(
     width: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run the experts one by one, each on the rows that chose it; reads the routing (and `width`) on the host."""
-    num_rows = x.shape[0] if width is None else min(int(width), x.shape[0])
+    num_rows = x.shape[0] if width is None else int(width)
     h = rms_norm_ref(x[:num_rows], norm_weight, eps)
     y = x[:num_rows].to(torch.float32, copy=True)
     if shared_gate_up is not None and shared_down is not None:
