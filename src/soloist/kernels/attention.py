@@ -3,10 +3,12 @@
 import torch
 import torch.nn.functional as F
 
-from soloist.kernels.check import expect, use_reference
+from soloist.kernels.check import FLOATS, expect, use_reference
+from soloist.kernels.norm import rms_norm_ref
 from soloist.kernels.rotary import apply_rotary_ref
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# Queries that attend at a time, so that no mask or score grows with the square of a long prompt.
+QUERY_BLOCK = 256
 
 
 def attention_ref(
@@ -23,25 +25,32 @@ def attention_ref(
     k_norm: torch.Tensor | None,
     eps: float,
 ) -> torch.Tensor:
-    """Compute `attention` with fp32 norm, rotation and softmax."""
-    num_tokens, head_dim = qkv.shape[0], k_cache.shape[2]
+    """Compute `attention` in fp32; see there."""
+    T, K = qkv.shape[0], k_cache.shape[2]
+    H, G = num_heads, num_kv_heads
     start = int(context_len)
-    end = start + num_tokens
-    q, k, v = qkv.view(num_tokens, -1, head_dim).split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    end = start + T
+    heads = qkv.view(T, H + 2 * G, K)  # (T, H+2G, K)
+    qk = heads[:, : H + G]  # (T, H+G, K)
     if q_norm is not None and k_norm is not None:
-        q = F.rms_norm(q, (head_dim,), q_norm, eps)
-        k = F.rms_norm(k, (head_dim,), k_norm, eps)
-    q = apply_rotary_ref(q, cos[start:end], sin[start:end], False)  # (T, H, K)
-    k = apply_rotary_ref(k, cos[start:end], sin[start:end], False)  # (T, G, K)
-    k_cache[:, start:end] = k.transpose(0, 1)
-    v_cache[:, start:end] = v.transpose(0, 1)
-    group = num_heads // num_kv_heads
-    keys = k_cache[:, :end].float().repeat_interleave(group, dim=0)  # (H, S, K)
-    values = v_cache[:, :end].float().repeat_interleave(group, dim=0)  # (H, S, K)
-    scores = q.transpose(0, 1).float() @ keys.transpose(1, 2) * head_dim**-0.5  # (H, T, S)
-    future = torch.ones(num_tokens, end, dtype=torch.bool, device=qkv.device).triu(start + 1)  # (T, S)
-    probs = scores.masked_fill(future, float("-inf")).softmax(-1)
-    return (probs @ values).transpose(0, 1).reshape(num_tokens, -1).to(qkv.dtype)  # (T, H*K)
+        qk = torch.cat((rms_norm_ref(qk[:, :H], q_norm, eps), rms_norm_ref(qk[:, H:], k_norm, eps)), dim=1)
+    qk = apply_rotary_ref(qk, cos[start:end], sin[start:end], False)
+    k_cache[:, start:end] = qk[:, H:].transpose(0, 1)
+    v_cache[:, start:end] = heads[:, H + G :].transpose(0, 1)
+    q, k, v = qk[:, :H].float(), k_cache[:, :end].float(), v_cache[:, :end].float()
+    if T == 1:
+        # One query sees every key, so the heads of a group are the rows of a plain matrix product.
+        scores = torch.bmm(q.view(G, -1, K), k.transpose(1, 2)).mul_(K**-0.5)  # (G, H/G, S)
+        return torch.bmm(scores.softmax(dim=-1), v).view(1, H * K).to(qkv.dtype)
+    out = torch.empty(T, H, K, dtype=qkv.dtype, device=qkv.device)  # (T, H, K)
+    for first in range(0, T, QUERY_BLOCK):
+        last = min(first + QUERY_BLOCK, T)
+        seen = start + last
+        mask = torch.ones(last - first, seen, dtype=torch.bool, device=qkv.device).tril_(start + first)
+        out[first:last] = F.scaled_dot_product_attention(
+            q[first:last].transpose(0, 1)[None], k[None, :, :seen], v[None, :, :seen], attn_mask=mask, enable_gqa=True
+        )[0].transpose(0, 1)
+    return out.view(T, H * K)
 
 
 def attention(
@@ -65,7 +74,8 @@ def attention(
 
     Args:
         qkv: (T, (H + 2 G) * K), rows [q k v].
-        k_cache: (G, S, K), keys after rotary; rows context_len..context_len+T-1 written in place, later rows never read.
+        k_cache: (G, S, K), keys after rotary. Rows context_len..context_len+T-1 are written in place; later ones never
+            read.
         v_cache: (G, S, K), likewise.
         context_len: () int32, tokens in the cache.
         cos: (S', K/2) fp32 rotary table, S' >= context_len + T.

@@ -15,12 +15,20 @@ import os
 
 import torch
 
+# What activations and weights may be held in.
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
 _REFERENCE_EVERYWHERE = os.environ.get("SOLOIST_REFERENCE", "") not in ("", "0")
 
 
 def use_reference(x: torch.Tensor) -> bool:
     """Say whether a launcher given `x` runs its reference: CPU tensors always, CUDA tensors under `SOLOIST_REFERENCE=1`."""
     return _REFERENCE_EVERYWHERE or not x.is_cuda
+
+
+def use_reference_everywhere() -> bool:
+    """Say whether `SOLOIST_REFERENCE=1` is set, which overrules packed CPU kernels too."""
+    return _REFERENCE_EVERYWHERE
 
 
 def expect(
@@ -50,6 +58,8 @@ def expect(
     for size, letter in zip(shape, letters, strict=True):
         want = int(letter) if letter.isdigit() else dims.setdefault(letter, size)
         if size != want:
-            raise AssertionError(f"{name}: axis {letter} is {size}, expected {want} (shape {tuple(shape)}, axes [{axes}])")
+            raise AssertionError(
+                f"{name}: axis {letter} is {size}, expected {want} (shape {tuple(shape)}, axes [{axes}])"
+            )
     if x.dtype is not dtype and not (isinstance(dtype, tuple) and x.dtype in dtype):
         raise AssertionError(f"{name}: dtype {x.dtype}, expected {dtype}")

@@ -1,133 +1,258 @@
-"""Linear maps, alone and with the norm before or the residual behind them. Owns `PackedWeight`, the CPU's packed weights."""
+"""Linear maps, alone and with the norm before or the residual behind them, dense or packed.
 
+Owns `PackedWeight`, the form in which PyTorch's CPU kernels read weights of 4, 8 and 16 bits. Knows nothing of files.
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
-from soloist.kernels.check import expect, use_reference
+from soloist.errors import UnsupportedError
+from soloist.kernels.check import FLOATS, expect, use_reference, use_reference_everywhere
 from soloist.kernels.norm import rms_norm_ref
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 PackedKind = Literal["int4", "int8", "fp16"]
 # Inputs that share one scale and one zero in an int4 weight.
 INT4_GROUP = 32
+# The int4 kernel takes outputs in multiples of this.
+INT4_ROWS = 16
+# Rows of a tile of packed int4 codes, four vectors of fp32, on the CPUs that the kernel is vectorised for.
+INT4_TILES = {"AVX512": 64, "AVX2": 32}
+# From this many tokens on, dequantising once is cheaper than the kernel, which does it for each few rows
+# (measured on Zen 3, one thread, 3072 x 576).
+MIN_TOKENS_TO_DEQUANTISE = {"int4": 128, "int8": 64}
+# Values of a weight that are held in fp32 at a time: a buffer of 1 MiB stays in the cache.
+BLOCK_VALUES = 2**18
+# Rows that are quantised at a time, to bound the memory of loading. A multiple of every int4 tile.
+PACK_ROWS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedWeight:
-    """A linear map's weight (O, I) in a form that PyTorch's CPU kernels read directly. CPU only.
+    """A linear map's weight (O, I) as PyTorch's CPU kernels read it. CPU only.
 
-    int4: w = (q - 8) * scale + zero, q in 0..15, one scale and zero per 32 inputs.
-    int8: w = q * scale, q in -127..127, one scale per output.
+    int4: w = (code - 8) * scale + zero, codes 0..15, one scale and zero per 32 inputs.
+    int8: w = code * scale, codes -127..127, one scale per output.
     fp16: w itself.
+
+    int4 and int8 take inputs of the scales' dtype, which ought to be bf16: in fp32 and fp16 the kernels are not
+    vectorised, and ten times slower. Sums are fp32, results are rounded to that dtype. A row's result is the same, bit
+    by bit, in every step of 1..16 tokens.
+    fp16 takes inputs of any dtype and computes in fp32; an fp32 result (logits) is never rounded.
     """
 
     kind: PackedKind
-    # O, I.
+    # (O, I).
     shape: tuple[int, int]
-    # int4: uint8 (O, I/2) in the layout of this machine's kernel; int8: (O, I) int8; fp16: (O, I) fp16.
-    codes: torch.Tensor
-    # int4: (I/32, O, 2) [scale, zero]; int8: (O); fp16: none. In `activation_dtype`.
-    scales: torch.Tensor | None
-
-    @property
-    def activation_dtype(self) -> torch.dtype:
-        """The dtype the inputs must have."""
-        return torch.float16 if self.scales is None else self.scales.dtype
+    # int4: uint8 (O, I/2) in the layout of this machine's kernel. int8: (O, I) int8. fp16: FBGEMM's own matrix, which
+    # its kernels multiply by fp32 inputs; where PyTorch comes without FBGEMM, (O, I) fp16.
+    codes: torch.Tensor | torch.ScriptObject
+    # int4: (I/32, O, 2), scale and zero. int8: (O). fp16: none.
+    scales: torch.Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes read to apply the weight once."""
-        scales = 0 if self.scales is None else self.scales.numel() * self.scales.element_size()
-        return self.codes.numel() * self.codes.element_size() + scales
+        """Bytes read to apply the weight to one token."""
+        num_values = self.shape[0] * self.shape[1]
+        codes = {"int4": num_values // 2, "int8": num_values, "fp16": 2 * num_values}[self.kind]
+        return codes + (0 if self.scales is None else self.scales.numel() * self.scales.element_size())
 
     def dequantise(self) -> torch.Tensor:
         """Compute the weight that is really applied, (O, I) fp32."""
-        return linear_packed_cpu(torch.eye(self.shape[1], dtype=self.activation_dtype), self).float().t().contiguous()
+        weight = torch.empty(self.shape)
+        for rows, block in _fp32_blocks(self):
+            weight[rows] = block
+        return weight
 
 
 Weight = torch.Tensor | PackedWeight
 
 
+def can_pack(kind: PackedKind, num_outputs: int, num_inputs: int) -> bool:
+    """Say whether this machine has a kernel for a weight of this kind and shape; int4 is the choosy one."""
+    if kind != "int4":
+        return True
+    is_vectorised = torch.backends.cpu.get_cpu_capability() in INT4_TILES
+    return is_vectorised and num_outputs % INT4_ROWS == 0 and num_inputs % INT4_GROUP == 0
+
+
 def pack_int4(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    mins: torch.Tensor,
-    *,
-    activation_dtype: torch.dtype = torch.bfloat16,
+    codes: torch.Tensor, scales: torch.Tensor, mins: torch.Tensor, *, activation_dtype: torch.dtype = torch.bfloat16
 ) -> PackedWeight:
     """Pack a weight that is already quantised: w = code * scale + min.
 
+    The codes are kept. Scales, and the zeros min + 8 * scale, are rounded to `activation_dtype`.
+
     Args:
         codes: (O, I) uint8, 0..15; O a multiple of 16, I of 32.
-        scales: (O, I/32) any float dtype.
-        mins: (O, I/32) any float dtype. For Q4_0 this is -8 * scale, for Q4_1 the stored minimum.
-        activation_dtype: dtype of the inputs, and so of the scales.
+        scales: (O, I/32). Of Q4_0 and Q4_1: d.
+        mins: (O, I/32). Of Q4_0: -8 * d; of Q4_1: m.
+        activation_dtype: dtype of the inputs.
+
+    Raises:
+        UnsupportedError: this machine has no kernel for the shape.
     """
     dims: dict[str, int] = {}
     expect(codes, "O I", torch.uint8, dims, name="codes")
+    shape = (dims["O"], dims["I"])
+    _refuse_unless_packable("int4", shape)
     dims["B"] = dims["I"] // INT4_GROUP
     expect(scales, "O B", FLOATS, dims, name="scales")
     expect(mins, "O B", FLOATS, dims, name="mins")
     zeros = mins.float() + 8 * scales.float()
     scale_and_zero = torch.stack((scales.float(), zeros), dim=-1).transpose(0, 1).contiguous()  # (I/32, O, 2)
-    return PackedWeight(
-        kind="int4",
-        shape=(codes.shape[0], codes.shape[1]),
-        codes=torch._convert_weight_to_int4pack_for_cpu(codes.int(), 1),
-        scales=scale_and_zero.to(activation_dtype),
-    )
+    packed = torch.cat([_tile_int4(rows) for rows in codes.split(PACK_ROWS)])  # (O, I/2)
+    return PackedWeight(kind="int4", shape=shape, codes=packed, scales=scale_and_zero.to(activation_dtype))
 
 
-def pack_weight(weight: torch.Tensor, kind: PackedKind, *, activation_dtype: torch.dtype = torch.bfloat16) -> PackedWeight:
-    """Quantise and pack a dense weight.
+def pack_weight(
+    weight: torch.Tensor, kind: PackedKind, *, activation_dtype: torch.dtype = torch.bfloat16
+) -> PackedWeight:
+    """Quantise and pack a dense weight: each code is the nearest, given the rounded scales.
 
     Args:
         weight: (O, I) float.
-        kind: the form; int4 needs O a multiple of 16 and I of 32.
-        activation_dtype: dtype of the inputs; fp16 weights take fp16 inputs whatever is asked.
+        kind: int4 needs O a multiple of 16 and I of 32.
+        activation_dtype: dtype of the inputs that int4 and int8 will be applied to; an fp16 weight takes any.
+
+    Raises:
+        UnsupportedError: this machine has no kernel for the shape.
     """
     expect(weight, "O I", FLOATS, {}, name="weight")
     shape = (weight.shape[0], weight.shape[1])
+    _refuse_unless_packable(kind, shape)
     if kind == "fp16":
-        return PackedWeight(kind=kind, shape=shape, codes=weight.half().contiguous(), scales=None)
-    dense = weight.float()
-    if kind == "int8":
-        scales = dense.abs().amax(dim=1).clamp(min=1e-10) / 127  # (O)
-        codes = (dense / scales[:, None]).round().to(torch.int8)  # (O, I)
-        return PackedWeight(kind=kind, shape=shape, codes=codes, scales=scales.to(activation_dtype))
-    groups = dense.view(shape[0], -1, INT4_GROUP)  # (O, I/32, 32)
-    low, high = groups.amin(dim=-1), groups.amax(dim=-1)  # (O, I/32)
-    scales = ((high - low) / 15).clamp(min=1e-10)
-    codes = ((groups - low[..., None]) / scales[..., None]).round().clamp(0, 15).to(torch.uint8)
-    return pack_int4(codes.view(shape), scales, low, activation_dtype=activation_dtype)
+        if "fbgemm" not in torch.backends.quantized.supported_engines:
+            return PackedWeight(kind=kind, shape=shape, codes=weight.half().contiguous())
+        return PackedWeight(kind=kind, shape=shape, codes=torch.ops.quantized.linear_prepack_fp16(weight.float(), None))
+    quantise = _quantise_int4 if kind == "int4" else _quantise_int8
+    codes, scales = zip(*(quantise(rows.float(), activation_dtype) for rows in weight.split(PACK_ROWS)), strict=True)
+    # Rows are the first axis of int8's scales and the second of int4's.
+    axis = 1 if kind == "int4" else 0
+    return PackedWeight(kind=kind, shape=shape, codes=torch.cat(codes), scales=torch.cat(scales, dim=axis).contiguous())
 
 
 def packing_error(packed: PackedWeight, weight: torch.Tensor) -> float:
-    """Compute the relative RMS error of a packed weight against the dense one (O, I)."""
+    """Compute the relative RMS error of a packed weight against the weight (O, I) it stands for."""
     dense = weight.float()
     return ((packed.dequantise() - dense).norm() / dense.norm()).item()
 
 
-def linear_packed_cpu(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Apply a packed weight to (T, I) inputs of its activation dtype; the sum is fp32, the result has the inputs' dtype."""
-    if weight.kind == "int4":
-        y = torch._weight_int4pack_mm_for_cpu(x, weight.codes, INT4_GROUP, weight.scales)
-    elif weight.kind == "int8":
-        y = torch._weight_int8pack_mm(x, weight.codes, weight.scales)
-    else:
-        return F.linear(x, weight.codes, bias)
-    return y if bias is None else y + bias
+def _refuse_unless_packable(kind: PackedKind, shape: tuple[int, int]) -> None:
+    """Refuse what no kernel of this machine takes."""
+    if not can_pack(kind, *shape):
+        raise UnsupportedError(
+            f"an int4 weight of {shape[0]} outputs and {shape[1]} inputs on a CPU with"
+            f" {torch.backends.cpu.get_cpu_capability()}: outputs come in {INT4_ROWS}s, inputs in {INT4_GROUP}s, the CPU"
+            f" must have {' or '.join(INT4_TILES)}; keep this weight in int8, fp16 or dense"
+        )
+
+
+def _quantise_int8(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise rows (O, I) fp32 to int8 codes and scales (O) of `dtype`."""
+    # The floor keeps a row of zeros from dividing by zero, in fp16 too.
+    scales = (weight.abs().amax(dim=1) / 127).clamp(min=1e-7).to(dtype)  # (O)
+    codes = (weight / scales.float()[:, None]).round().clamp(-127, 127)  # (O, I)
+    return codes.to(torch.int8), scales
+
+
+def _quantise_int4(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise rows (O, I) fp32 to tiled codes and scales and zeros (I/32, O, 2) of `dtype`."""
+    groups = weight.view(weight.shape[0], -1, INT4_GROUP)  # (O, I/32, 32)
+    low, high = groups.amin(dim=-1), groups.amax(dim=-1)  # (O, I/32)
+    scales = ((high - low) / 15).clamp(min=1e-7).to(dtype)
+    zeros = (low + 8 * scales.float()).to(dtype)
+    codes = ((groups - zeros.float()[..., None]) / scales.float()[..., None] + 8).round().clamp(0, 15)
+    scale_and_zero = torch.stack((scales, zeros), dim=-1).transpose(0, 1)  # (I/32, O, 2)
+    return _tile_int4(codes.view(weight.shape)), scale_and_zero
+
+
+def _tile_int4(codes: torch.Tensor) -> torch.Tensor:
+    """Bring codes (O, I), 0..15, into the layout of the int4 kernel: (O, I/2) uint8."""
+    packed = torch._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+    # PyTorch does not promise this layout, and a wrong guess of it would only show as bad answers to long prompts.
+    assert torch.equal(_untile_int4(packed).t(), codes), "PyTorch's layout of int4 weights has changed"
+    return packed
+
+
+def _untile_int4(packed: torch.Tensor) -> torch.Tensor:
+    """Read codes back from the layout of the int4 kernel: (O, I/2) uint8 to (I, O) uint8.
+
+    A tile holds, for each input, a byte for each pair of its rows: row j and row j + half the tile. Rows that fill no
+    tile stand behind, rows 2j and 2j + 1 together.
+    """
+    num_rows, num_inputs = packed.shape[0], 2 * packed.shape[1]
+    tile = INT4_TILES[torch.backends.cpu.get_cpu_capability()]
+    num_tiled = num_rows - num_rows % tile
+    codes = torch.empty(num_inputs, num_rows, dtype=torch.uint8)  # (I, O)
+    pairs = packed[:num_tiled].view(-1, num_inputs, tile // 2).transpose(0, 1)  # (I, tiles, tile/2)
+    halves = codes[:, :num_tiled].unflatten(1, (-1, 2, tile // 2))  # (I, tiles, 2, tile/2)
+    torch.bitwise_and(pairs, 15, out=halves[:, :, 0])
+    torch.bitwise_right_shift(pairs, 4, out=halves[:, :, 1])
+    rest = packed[num_tiled:].view(num_inputs, -1)  # (I, rest/2)
+    codes[:, num_tiled::2], codes[:, num_tiled + 1 :: 2] = rest & 15, rest >> 4
+    return codes
+
+
+def _fp32_blocks(weight: Weight) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Give a weight's rows block by block in fp32: which rows, and (rows, I). The next block overwrites the last."""
+    codes, scales = (weight.codes, weight.scales) if isinstance(weight, PackedWeight) else (weight, None)
+    if not isinstance(codes, torch.Tensor):
+        yield slice(None), torch.ops.quantized.linear_unpack_fp16(codes)[0]
+        return
+    num_rows, num_inputs = weight.shape
+    # Whole tiles of int4.
+    step = max(64, BLOCK_VALUES // num_inputs // 64 * 64)
+    buffer = torch.empty(min(step, num_rows) * num_inputs, device=codes.device)
+    for start in range(0, num_rows, step):
+        rows = slice(start, min(start + step, num_rows))
+        values = buffer[: (rows.stop - start) * num_inputs]
+        if scales is None:
+            block = values.view(-1, num_inputs).copy_(codes[rows])
+        elif scales.dim() == 1:
+            block = values.view(-1, num_inputs).copy_(codes[rows]).mul_(scales[rows, None].float())
+        else:
+            scale, zero = scales[:, rows].float().permute(2, 0, 1).contiguous()[:, :, None]  # (I/32, 1, rows) each
+            values.view(num_inputs, -1).copy_(_untile_int4(codes[rows]))
+            values.view(-1, INT4_GROUP, rows.stop - start).sub_(8).mul_(scale).add_(zero)
+            block = values.view(num_inputs, -1).t()
+        yield rows, block
 
 
 def linear_ref(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, out_dtype: torch.dtype | None = None
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, *, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Compute x W^T + b with fp32 sums."""
-    return F.linear(x, weight, bias).to(out_dtype or x.dtype)
+    """Compute x W^T + b in fp32, dequantising a packed weight, rounded once to `out_dtype`."""
+    out_dtype = out_dtype or x.dtype
+    if isinstance(weight, torch.Tensor) and x.dtype == weight.dtype == torch.float32:
+        return F.linear(x, weight, bias).to(out_dtype)
+    rows_of_x = x.float()
+    y = torch.empty(x.shape[0], weight.shape[0], device=x.device)  # (T, O)
+    for rows, block in _fp32_blocks(weight):
+        torch.mm(rows_of_x, block.t(), out=y[:, rows])
+    return (y if bias is None else y.add_(bias)).to(out_dtype)
+
+
+def linear_packed_cpu(
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None, *, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Apply a packed weight by the kernel of its kind: (T, I) to (T, O). See `PackedWeight` for dtypes and rounding."""
+    codes, scales = weight.codes, weight.scales
+    if not isinstance(codes, torch.Tensor):
+        y = torch.ops.quantized.linear_dynamic_fp16(x.float(), codes)
+    elif scales is None:
+        y = F.linear(x.half(), codes)
+    elif x.shape[0] >= MIN_TOKENS_TO_DEQUANTISE[weight.kind]:
+        return linear_ref(x, weight, bias, out_dtype=out_dtype)
+    elif weight.kind == "int4":
+        y = torch._weight_int4pack_mm_for_cpu(x, codes, INT4_GROUP, scales)
+    else:
+        y = torch._weight_int8pack_mm(x, codes, scales)
+    return (y if bias is None else y.add_(bias)).to(out_dtype or x.dtype)
 
 
 def linear(
@@ -139,20 +264,22 @@ def linear(
 
     Args:
         x: (T, I).
-        weight: (O, I), or packed.
-        bias: (O).
+        weight: (O, I) the dtype of `x`, or packed.
+        bias: (O) the dtype of `x`.
         out_dtype: dtype of the result; None: that of `x`.
 
     Returns:
-        (T, O), fp32 sums.
+        (T, O): fp32 sums, one rounding.
     """
     dims: dict[str, int] = {}
     expect(x, "T I", FLOATS, dims, name="x")
-    if isinstance(weight, PackedWeight):
-        return linear_packed_cpu(x, weight, bias).to(out_dtype or x.dtype)
-    expect(weight, "O I", x.dtype, dims, name="weight")
     if bias is not None:
+        dims["O"] = weight.shape[0]
         expect(bias, "O", x.dtype, dims, name="bias")
+    if isinstance(weight, PackedWeight):
+        form = linear_ref if use_reference_everywhere() else linear_packed_cpu
+        return form(x, weight, bias, out_dtype=out_dtype)
+    expect(weight, "O I", x.dtype, dims, name="weight")
     if use_reference(x):
         return linear_ref(x, weight, bias, out_dtype=out_dtype)
     raise NotImplementedError("linear has no CUDA kernel yet: set SOLOIST_REFERENCE=1")
@@ -173,40 +300,45 @@ def norm_linear(
 
     Args:
         x: (T, D).
-        norm_weight: (D).
+        norm_weight: (D) the dtype of `x`, or fp32.
         eps: of the norm.
-        weight: (O, D), or packed.
-        bias: (O).
+        weight: (O, D) the dtype of `x`, or packed.
+        bias: (O) the dtype of `x`.
         out_dtype: dtype of the result; None: that of `x`.
 
     Returns:
-        (T, O), fp32 sums.
+        (T, O): fp32 sums. The normalised row is rounded to the dtype of `x`.
     """
-    return linear(rms_norm_ref(x, norm_weight, eps), weight, bias, out_dtype=out_dtype)
+    expect(norm_weight, "D", (x.dtype, torch.float32), {"D": x.shape[1]}, name="norm_weight")
+    if use_reference(x):
+        return linear(rms_norm_ref(x, norm_weight, eps), weight, bias, out_dtype=out_dtype)
+    raise NotImplementedError("norm_linear has no CUDA kernel yet: set SOLOIST_REFERENCE=1")
 
 
 def norm_swiglu(
     x: torch.Tensor, norm_weight: torch.Tensor, eps: float, gate_up: Weight, limit: float | None = None
 ) -> torch.Tensor:
-    """Normalise each row, then apply the first half of a SwiGLU block.
+    """Normalise each row, then compute the inside of a SwiGLU block.
 
-    g, u = rms_norm(x) W^T;  y = silu(g) * u;  with a limit: min(silu(g), limit) * clamp(u, -limit, limit)
+    [g, u] = rms_norm(x) W^T;  y = silu(g) * u;  with a limit: min(silu(g), limit) * clamp(u, -limit, limit)
 
     Args:
         x: (T, D).
-        norm_weight: (D).
+        norm_weight: (D) the dtype of `x`, or fp32.
         eps: of the norm.
-        gate_up: (2F, D), gate rows then up rows, or packed.
-        limit: bound on both factors, applied after the SiLU; None: no bound.
+        gate_up: (2F, D) the dtype of `x`, gate rows then up rows, or packed.
+        limit: positive bound on both factors; the gate's is applied after the SiLU and from above only. None: no bound.
 
     Returns:
-        (T, F), the dtype of `x`.
+        (T, F), the dtype of `x`. Gate and up are rounded to that dtype, the product is computed in fp32.
+
+    Source: Shazeer 2020 (arXiv 2002.05202), equation 6; the limit as Ling-3.0 was trained with.
     """
     gate, up = norm_linear(x, norm_weight, eps, gate_up).chunk(2, dim=-1)  # (T, F) each
     gate = F.silu(gate.float())
     if limit is not None:
-        gate, up = gate.clamp(max=limit), up.float().clamp(-limit, limit)
-    return (gate * up).to(x.dtype)
+        gate, up = gate.clamp_(max=limit), up.float().clamp(-limit, limit)
+    return gate.mul_(up).to(x.dtype)
 
 
 def linear_residual(x: torch.Tensor, weight: Weight, residual: torch.Tensor) -> torch.Tensor:
@@ -216,10 +348,11 @@ def linear_residual(x: torch.Tensor, weight: Weight, residual: torch.Tensor) -> 
 
     Args:
         x: (T, I).
-        weight: (D, I), or packed.
+        weight: (D, I) the dtype of `x`, or packed.
         residual: (T, D), the dtype of `x`.
 
     Returns:
-        (T, D), the dtype of `x`.
+        (T, D), the dtype of `x`. The product is rounded to that dtype before it is added.
     """
+    expect(residual, "T D", x.dtype, {"T": x.shape[0], "D": weight.shape[0]}, name="residual")
     return residual + linear(x, weight)

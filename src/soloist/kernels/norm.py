@@ -3,14 +3,17 @@
 import torch
 import torch.nn.functional as F
 
-from soloist.kernels.check import expect, use_reference
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+from soloist.kernels.check import FLOATS, expect, use_reference
 
 
 def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute the RMS norm in fp32, rounded once to `x`'s dtype."""
-    return F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps).to(x.dtype)
+    """Compute the RMS norm over the last axis in fp32, rounded once to `x`'s dtype."""
+    wide = x.float()
+    if x.numel() == weight.numel() and x.is_cpu:
+        # One row: with the scale as a number on the host the norm costs a third of the time.
+        row = wide.view(-1)
+        return (wide * weight).mul_((row.dot(row).item() / row.numel() + eps) ** -0.5).to(x.dtype)
+    return F.rms_norm(wide, weight.shape, weight.float(), eps).to(x.dtype)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -38,7 +41,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def gated_rms_norm_ref(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Compute the RMS norm of each head times a sigmoid gate in fp32, rounded once to `x`'s dtype."""
-    normed = F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps)
+    normed = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
     return (normed * torch.sigmoid(gate.float())).to(x.dtype)
 
 

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from soloist.kernels.check import expect, use_reference
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+from soloist.kernels.check import FLOATS, expect, use_reference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +78,8 @@ def _scale_yarn(frequencies: torch.Tensor, scaling: YarnScaling, dim: int, theta
 
     def dimension_of(num_turns: float) -> float:
         """Say which dimension makes `num_turns` turns within the original context."""
-        return dim * math.log(scaling.original_max_position_embeddings / (num_turns * 2 * math.pi)) / (2 * math.log(theta))
+        wavelength = scaling.original_max_position_embeddings / num_turns
+        return dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
 
     low, high = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)
     if scaling.truncate:
@@ -121,7 +120,7 @@ def make_rotary_table(
         device: where the table is put.
 
     Returns:
-        The table, fp32. YaRN's attention factor is inside cos and sin; a correction of the softmax scale is the model's.
+        The table, fp32. YaRN's attention factor is inside cos and sin; a factor on the softmax scale is the model's.
 
     Source: Su et al. 2021 (arXiv 2104.09864), equation 15; Peng et al. 2023 (arXiv 2309.00071); Llama 3.1's model card.
     """
@@ -144,13 +143,16 @@ def make_rotary_table(
 def apply_rotary_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
     """Rotate pairs in fp32, rounded once to `x`'s dtype."""
     num_tokens, half = cos.shape
-    shape = (num_tokens,) + (1,) * (x.dim() - 2) + (half,)
-    cos, sin = cos.view(shape), sin.view(shape)  # (T, 1.., P/2)
-    pairs = x.float().unflatten(-1, (half, 2) if interleaved else (2, half))
-    axis = -1 if interleaved else -2
-    first, second = pairs.unbind(axis)  # (T, .., P/2) each
-    rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=axis)
-    return rotated.flatten(-2).to(x.dtype)
+    between = (1,) * (x.dim() - 2)
+    cos, sin = cos.view(num_tokens, *between, half), sin.view(num_tokens, *between, half)  # (T, 1.., P/2)
+    split, axis = ((half, 2), -1) if interleaved else ((2, half), -2)
+    pairs = x.float().view(*x.shape[:-1], *split)
+    rotated = pairs * cos.unsqueeze(axis)
+    # Written as two updates in place: at one token the cost is the number of calls.
+    (a, b), (rotated_a, rotated_b) = pairs.unbind(axis), rotated.unbind(axis)  # (T, .., P/2) each
+    rotated_a.addcmul_(b, sin, value=-1)
+    rotated_b.addcmul_(a, sin)
+    return rotated.view(x.shape).to(x.dtype)
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
