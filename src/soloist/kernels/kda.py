@@ -28,7 +28,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Rows that one triangular system ties together, and rows whose decays are formed pair by pair.
 CHUNK = 64
 SUB_CHUNK = 16
-# Rows of a prefill worked on at once; bounds the temporaries to about 1 KiB per row, head and key channel.
+# Rows of a prefill whose chunks are prepared at once, while only the state is sequential; bounds the temporaries.
 MAX_ROWS = 1024
 # Added to the sum of squares inside the root; independent of the norms' eps.
 L2_EPS = 1e-6
@@ -126,35 +126,37 @@ def _decay_to_end(g: torch.Tensor) -> torch.Tensor:
     return F.pad(later, (0, 0, 0, 1)).exp()
 
 
-def _pair_decay(g: torch.Tensor) -> torch.Tensor:
-    """D_ij = exp(g_{j+1} + ... + g_i) for i >= j, else 0: (..., C, K) to (..., C, C, K)."""
-    below = torch.ones(g.shape[-2], g.shape[-2], dtype=torch.bool, device=g.device).tril(-1)  # (C, C)
-    exponents = (g[..., :, None, :] * below[..., None]).cumsum(-3)
-    return exponents.exp() * ~below.mT[..., None]
+def _decayed_products(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """Give k_i . (D_ij k_j) and q_i . (D_ij k_j), D_ij = exp(g_{j+1} + ... + g_i), for i >= j, else 0: (2, ..., C, C).
 
-
-def _decayed_products(x: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    """sum_d x_i[d] exp(g_{j+1} + ... + g_i)[d] k_j[d] for i >= j, else 0: x (..., C, K) to (..., C, C).
-
-    Pairs inside a sub-chunk sum their own exponents; pairs across sub-chunks meet at the later one's first row, so that
-    no factor exceeds 1: correct for any decay, also one that underflows within a few rows.
+    Inside a sub-chunk the decay between two rows is a product of single rows' decays; pairs across sub-chunks meet at
+    the later one's first row. So no factor exceeds 1: right for any decay, also one that underflows within a few rows.
     """
-    C = k.shape[-2]
-    products = x.new_zeros(*x.shape[:-1], C)
-    for start in range(0, C, SUB_CHUNK):
-        rows = slice(start, min(start + SUB_CHUNK, C))
-        x_rows, k_rows, g_rows = x[..., rows, :], k[..., rows, :], g[..., rows, :]
-        decayed_k = _pair_decay(g_rows) * k_rows[..., None, :, :]  # (..., C', C', K)
-        products[..., rows, rows] = torch.einsum("x...id,...ijd->x...ij", x_rows, decayed_k)
+    size = min(SUB_CHUNK, k.shape[-2])
+    num_subs = k.shape[-2] // size
+    rows = torch.stack([k, q]).unflatten(-2, (num_subs, size))  # (2, ..., C/16, 16, K)
+    g_subs = g.unflatten(-2, (num_subs, size))  # (..., C/16, 16, K)
+    decay, from_start = g_subs.exp(), g_subs.cumsum(-2).exp()
+    own = k.new_zeros(*rows.shape[:-1], size)  # (2, ..., C/16, 16, 16)
+    # Its row j holds k_j, decayed from row j to the row at hand.
+    decayed_k = rows[0].clone()
+    for i in range(size):
+        decayed_k[..., :i, :] *= decay[..., i, None, :]
+        own[..., i, : i + 1] = (decayed_k[..., : i + 1, :] @ rows[..., i, :].movedim(0, -1)).movedim(-1, 0)
+
+    products = k.new_zeros(*rows.shape[:-1], num_subs * size)  # (2, ..., C/16, 16, C)
+    for sub in range(num_subs):
+        start, stop = sub * size, (sub + 1) * size
+        products[..., sub, :, start:stop] = own[..., sub, :, :]
         if start:
             earlier_k = k[..., :start, :] * _decay_to_end(g[..., :start, :])
-            products[..., rows, :start] = (x_rows * g_rows.cumsum(-2).exp()) @ earlier_k.mT
-    return products
+            products[..., sub, :, :start] = (rows[..., sub, :, :] * from_start[..., sub, :, :]) @ earlier_k.mT
+    return products.flatten(-3, -2)
 
 
 def _solve(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give M = (I + L)^-1 diag(beta), L_ij = beta_i (k_i . D_ij k_j) below the diagonal, and P_ij = q_i . D_ij k_j."""
-    kk, qk = _decayed_products(torch.stack([k, q]), k, g)  # (..., C, C)
+    """Give M = (I + L)^-1 diag(beta), L_ij = beta_i k_i . D_ij k_j below the diagonal, and P_ij = q_i . D_ij k_j."""
+    kk, qk = _decayed_products(q, k, g)  # (..., C, C)
     system = (beta * kk).tril(-1)
     inverse = torch.linalg.solve_triangular(system, torch.diag_embed(beta[..., 0]), upper=False, unitriangular=True)
     return inverse, qk
@@ -165,10 +167,11 @@ def _scan_chunks(
 ) -> torch.Tensor:
     """Advance `state` (H, V, K) in place over rows (H, T, .), a chunk at a time, and give S q (H, T, V)."""
     T = q.shape[1]
-    num_chunks = -(-T // CHUNK)
+    chunk = min(CHUNK, -(-T // SUB_CHUNK) * SUB_CHUNK)
+    num_chunks = -(-T // chunk)
     # Padding rows have beta = 0 and g = 0: they write nothing and decay nothing.
-    padding = (0, 0, 0, num_chunks * CHUNK - T)
-    q, k, v, g, beta = (F.pad(x, padding).unflatten(1, (num_chunks, CHUNK)) for x in (q, k, v, g, beta))  # (H, n, C, .)
+    padding = (0, 0, 0, num_chunks * chunk - T)
+    q, k, v, g, beta = (F.pad(x, padding).unflatten(1, (num_chunks, chunk)) for x in (q, k, v, g, beta))  # (H, n, C, .)
     inverse, scores = _solve(q, k, g, beta)  # (H, n, C, C)
     from_start = g.cumsum(-2).exp()  # (H, n, C, K)
     q_start, k_start, k_end = q * from_start, k * from_start, k * _decay_to_end(g)
