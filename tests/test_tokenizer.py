@@ -1,30 +1,16 @@
 import json
-from pathlib import Path
 
 import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, decoders, processors
 
-from soloist.config import model_dirs
 from soloist.errors import CheckpointError, UnsupportedError, UsageError
 from soloist.tokenizer import Detokenizer, StopMatcher, Tokenizer
 from soloist.vocabulary import gguf_vocabulary
+from tests.tiny_vocabulary import FILES, SPECIAL, USER_DEFINED, make_backend, make_folder, make_metadata, model_file
 
-CORPUS = [
-    "the quick brown fox jumps over the lazy dog " * 5,
-    "안녕하세요 세계 그리고 그리고 안녕",
-    "naïve café naïve café 👩‍👩‍👧 🎉🎉 1234 1234 don't don't",
-    "def f(x):\n    return x\n\n\ndef g(y):\n    return y\n",
-]
-SPECIAL = ("<|bos|>", "<|im_end|>", "<|endoftext|>", "<think>")
-USER_DEFINED = ("<tool_call>",)
-FILES = (
-    "SmolLM2-135M-Instruct.Q4_1.gguf",
-    "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
-    "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
-)
 TEXTS = (
     "Why is the sky blue?",
     "  Café naïve façade, Ünïcödé, ẞtraße — “quotes”…",
@@ -38,47 +24,6 @@ TEXTS = (
 )
 
 
-def make_backend(special=SPECIAL, user_defined=USER_DEFINED) -> tokenizers.Tokenizer:
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, show_progress=False)
-    )
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
-    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in user_defined])
-    return backend
-
-
-def make_folder(folder: Path, backend: tokenizers.Tokenizer | None = None, **files: dict) -> Path:
-    (backend or make_backend()).save(str(folder / "tokenizer.json"))
-    files.setdefault("tokenizer_config", {"eos_token": "<|im_end|>"})
-    for name, content in files.items():
-        (folder / f"{name}.json").write_text(json.dumps(content))
-    return folder
-
-
-def make_metadata(**changes) -> dict:
-    """Metadata of a GGUF file that holds the vocabulary of `make_backend`, and three padding rows."""
-    backend = make_backend()
-    model = json.loads(backend.to_str())["model"]
-    tokens = [backend.id_to_token(i) for i in range(backend.get_vocab_size())]
-    types = [3 if token in SPECIAL else 4 if token in USER_DEFINED else 1 for token in tokens]
-    metadata = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "qwen2",
-        "tokenizer.ggml.tokens": tokens + [f"[PAD{i}]" for i in range(3)],
-        "tokenizer.ggml.token_type": types + [5] * 3,
-        "tokenizer.ggml.merges": [" ".join(merge) for merge in model["merges"]],
-        "tokenizer.ggml.bos_token_id": tokens.index("<|bos|>"),
-        "tokenizer.ggml.eos_token_id": tokens.index("<|im_end|>"),
-        "tokenizer.ggml.add_bos_token": False,
-    }
-    changed = metadata | {f"tokenizer.{key}": value for key, value in changes.items()}
-    return {key: value for key, value in changed.items() if value is not None}
-
-
 def from_metadata(**changes) -> Tokenizer:
     return Tokenizer(gguf_vocabulary(make_metadata(**{f"ggml.{k}": v for k, v in changes.items()}), "tiny.gguf"))
 
@@ -86,6 +31,11 @@ def from_metadata(**changes) -> Tokenizer:
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory) -> Tokenizer:
     return Tokenizer.load(make_folder(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def backend() -> tokenizers.Tokenizer:
+    return make_backend()
 
 
 def stream(tokenizer: Tokenizer, ids: list[int]) -> tuple[list[str], Detokenizer]:
@@ -103,7 +53,7 @@ def test_text_survives_encoding_and_decoding(tokenizer, text):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.sampled_from([*SPECIAL, "<|", "im_end|>", "<", " ", "dog", "\n", "é"])).map("".join))
+@given(st.lists(st.sampled_from([*SPECIAL, *USER_DEFINED, "<|", "im_end|>", "<", " ", "dog", "\n", "é"])).map("".join))
 def test_text_never_becomes_a_special_token_unless_asked(tokenizer, text):
     ids = tokenizer.encode(text)
     assert not tokenizer.special_ids.intersection(ids)
@@ -112,17 +62,8 @@ def test_text_never_becomes_a_special_token_unless_asked(tokenizer, text):
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.sampled_from([*SPECIAL, *USER_DEFINED, "<|", "im_end|>", "x", " ", "\n", "é"])).map("".join))
-def test_asked_for_special_tokens_are_those_of_the_library(tokenizer, text):
-    assert tokenizer.encode(text, allow_special=True) == make_backend_once().encode(text).ids
-
-
-_BACKEND: list[tokenizers.Tokenizer] = []
-
-
-def make_backend_once() -> tokenizers.Tokenizer:
-    if not _BACKEND:
-        _BACKEND.append(make_backend())
-    return _BACKEND[0]
+def test_asked_for_special_tokens_are_those_of_the_library(tokenizer, backend, text):
+    assert tokenizer.encode(text, allow_special=True) == backend.encode(text).ids
 
 
 def test_special_tokens_swallow_white_space_where_the_file_says_so(tmp_path):
@@ -213,10 +154,25 @@ def test_an_end_id_that_is_none_is_an_error_at_load(tmp_path, given):
         Tokenizer.load(make_folder(tmp_path, generation_config={"eos_token_id": given}))
 
 
+def test_added_tokens_that_look_like_tags_are_special_and_others_are_vocabulary(tmp_path):
+    backend = make_backend(user_defined=("<role>", "   ", "<3 words>"))
+    tokenizer = Tokenizer.load(make_folder(tmp_path, backend))
+    role, spaces, words = (backend.token_to_id(text) for text in ("<role>", "   ", "<3 words>"))
+    ids = tokenizer.encode("<role>   <3 words>")
+    assert ids[-2:] == [spaces, words]
+    assert role not in ids
+    assert tokenizer.encode("<role>   ", allow_special=True) == [role, spaces]
+    assert tokenizer.decode([role, spaces, words]) == "<role>   <3 words>"
+
+
 def test_a_token_that_only_a_config_calls_special_is_special(tmp_path):
-    tokenizer = Tokenizer.load(make_folder(tmp_path, tokenizer_config={"pad_token": "<tool_call>"}))
-    assert tokenizer.token_id("<tool_call>") in tokenizer.special_ids
-    assert not tokenizer.special_ids.intersection(tokenizer.encode("<tool_call>"))
+    backend = make_backend(user_defined=("fill up",))
+    pad_id = backend.token_to_id("fill up")
+    assert pad_id in Tokenizer.load(make_folder(tmp_path, backend)).encode("fill up")
+    tokenizer = Tokenizer.load(make_folder(tmp_path, backend, tokenizer_config={"pad_token": "fill up"}))
+    assert pad_id not in tokenizer.encode("fill up")
+    assert tokenizer.encode("fill up", allow_special=True) == [pad_id]
+    assert tokenizer.decode([pad_id]) == ""
 
 
 def test_special_tokens_are_no_text_but_the_marks_of_an_answer_are(tokenizer):
@@ -371,13 +327,6 @@ def test_llama_prompts_begin_with_bos_unless_the_file_says_no():
     assert not from_metadata(pre="qwen2", add_bos_token=None).adds_bos
 
 
-def model_file(name: str) -> Path:
-    for folder in model_dirs():
-        if (folder / name).is_file():
-            return folder / name
-    pytest.skip(f"{name} is in none of {', '.join(map(str, model_dirs()))}")
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_ids_of_real_files_equal_those_of_transformers(name):
     transformers = pytest.importorskip("transformers")
@@ -397,7 +346,8 @@ def test_ids_of_real_files_equal_those_of_transformers(name):
         texts = (*TEXTS, "12345 3.14159 in 2024")
     for text in texts:
         ids = ours.encode(text)
-        assert ids == theirs.encode(text, add_special_tokens=False, split_special_tokens=True), text
+        if "tool_call" not in text:
+            assert ids == theirs.encode(text, add_special_tokens=False, split_special_tokens=True), text
         assert ours.encode(text, allow_special=True) == theirs.encode(text, add_special_tokens=False), text
         assert "".join(stream(ours, ids)[0]) == ours.decode(ids) == theirs.decode(ids)
 
@@ -416,12 +366,12 @@ def test_real_files_know_their_ends_and_padding(name, num_tokens, stop_ids):
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_streamed_text_equals_decoding_at_once_for_any_ids(tokenizer, data):
+def test_streamed_text_equals_decoding_at_once_for_any_ids(tokenizer, backend, data):
     ids = data.draw(st.lists(st.integers(0, tokenizer.num_tokens + 2), max_size=40))
     texts, _ = stream(tokenizer, ids)
     assert "".join(texts) == tokenizer.decode(ids)
     visible = [i for i in ids if i < tokenizer.num_tokens and i not in tokenizer.special_ids]
-    assert tokenizer.decode(visible) == make_backend_once().decode(visible)
+    assert tokenizer.decode(visible) == backend.decode(visible)
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,7 +1,10 @@
 """Text to token ids and back: vocabularies, the incremental detokenizer, stop strings.
 
 Owns what a checkpoint says of its tokens: which are special, which end an answer, which mark a hole to fill. Renders no
-template and knows nothing of steps. Every supported vocabulary is byte-level BPE: a token is a string of bytes, so text
+template and knows nothing of steps.
+
+A special token is one that text must not turn into: a control token, or an added token that looks like a tag, as
+`<tool_call>`. Every supported vocabulary is byte-level BPE: a token is a string of bytes, so text
 is always the UTF-8 decoding of the bytes so far and no window of tokens is ever decoded twice.
 """
 
@@ -28,12 +31,15 @@ _END_TEXTS = frozenset(
 )  # fmt: skip
 
 # Part of what an answer says: shown even where a checkpoint calls them special, or nobody could find its reasoning.
-_VISIBLE_TEXTS = frozenset(
+ANSWER_MARKS = frozenset(
     {
         "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<arg_key>",
         "</arg_key>", "<arg_value>", "</arg_value>",
     }
 )  # fmt: skip
+
+# An added token of this form is structure, whether or not the file calls it special; runs of white space are not.
+_TAG = re.compile(r"<[^<>\s]+>")
 
 # (before the hole, after it, the hole itself) of the families Qwen, StarCoder, SantaCoder, DeepSeek and CodeLlama.
 _FIM_TEXTS = (
@@ -89,14 +95,13 @@ class Tokenizer:
             raise CheckpointError(
                 f"{self.source}: prompts shall begin with BOS (add_bos_token), but no BOS token is named"
             )
-        self._make_special(self.named_tokens.values())
+        self._special = self._make_special(self.named_tokens.values())
+        self.special_ids = frozenset(self._special.values())
         # Special tokens are text unless `encode` is asked; other added tokens are ordinary vocabulary.
         self._backend.encode_special_tokens = True
         added = self._backend.get_added_tokens_decoder()
-        self._special = {token.content: i for i, token in added.items() if token.special}
         self._added_texts = {i: token.content for i, token in added.items()}
-        self.special_ids = frozenset(self._special.values())
-        self._special_pattern = _special_pattern([token for token in added.values() if token.special])
+        self._special_pattern = _special_pattern([added[i] for i in self._special.values()])
         self._byte_of_char = _byte_alphabet()
         # Token id -> its bytes; filled as tokens are met.
         self._bytes: dict[int, bytes] = {}
@@ -120,11 +125,16 @@ class Tokenizer:
             raise CheckpointError(f"{self.source}: {role} is {text!r}, which is not in the vocabulary")
         return token_id
 
-    def _make_special(self, texts: Iterable[str]) -> None:
-        """Mark tokens that a config names as special, as the vocabulary itself may fail to do."""
-        known = {token.content for token in self._backend.get_added_tokens_decoder().values() if token.special}
-        missing = sorted(set(texts) - known)
+    def _make_special(self, named: Iterable[str]) -> dict[str, int]:
+        """Find every special token, text -> id, and have the library treat it as one."""
+        added = self._backend.get_added_tokens_decoder().values()
+        control = {token.content for token in added if token.special} | set(named)
+        # Ids that are no text.
+        self._hidden_ids = frozenset(self._backend.token_to_id(text) for text in control - ANSWER_MARKS)
+        special = control | {token.content for token in added if _TAG.fullmatch(token.content)}
+        missing = sorted(special - {token.content for token in added if token.special})
         self._backend.add_special_tokens([tokenizers.AddedToken(t, special=True, normalized=False) for t in missing])
+        return {t.content: i for i, t in self._backend.get_added_tokens_decoder().items() if t.special}
 
     def _all_stop_ids(self, end_ids: Iterable[int]) -> tuple[int, ...]:
         by_name = {i for text, i in self._special.items() if text in _END_TEXTS}
@@ -182,8 +192,12 @@ class Tokenizer:
                     ids.append(special_id)
         else:
             ids = self._encode_text(text)
-        if add_bos and self.adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
-            ids.insert(0, self.bos_id)
+        return self.with_bos(ids) if add_bos else ids
+
+    def with_bos(self, ids: list[int]) -> list[int]:
+        """Begin a prompt's ids with BOS if the checkpoint's prompts do and these do not yet."""
+        if self.adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            return [self.bos_id, *ids]
         return ids
 
     def _encode_text(self, text: str) -> list[int]:
@@ -219,16 +233,14 @@ class Tokenizer:
             raise UsageError(
                 f"{self.source}: this model has no fill-in-the-middle tokens; use a coder model, or a plain prompt"
             )
-        bos = [self.bos_id] if self.adds_bos and self.bos_id is not None else []
-        before = [*bos, self.fim.prefix_id, *self.encode(prefix)]
-        return [*before, self.fim.suffix_id, *self.encode(suffix), self.fim.middle_id]
+        before = [self.fim.prefix_id, *self.encode(prefix)]
+        return self.with_bos([*before, self.fim.suffix_id, *self.encode(suffix), self.fim.middle_id])
 
     def token_bytes(self, token_id: int, *, show_special: bool = False) -> bytes:
-        """Give the bytes a token stands for: none for padding rows and, unless `show_special`, for special tokens."""
+        """Give the bytes a token stands for: none for padding rows and, unless `show_special`, for control tokens."""
         text = self._added_texts.get(token_id)
         if text is not None:
-            is_hidden = token_id in self.special_ids and text not in _VISIBLE_TEXTS and not show_special
-            return b"" if is_hidden else text.encode()
+            return b"" if token_id in self._hidden_ids and not show_special else text.encode()
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._spelled_bytes(token_id)
@@ -282,7 +294,7 @@ class Detokenizer:
 
     Args:
         tokenizer: whose ids they are.
-        show_special: whether special tokens appear in the text.
+        show_special: whether control tokens appear in the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, show_special: bool = False) -> None:
