@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from soloist.errors import CheckpointError, UnsupportedError
-from soloist.kernels.linear import INT4_GROUP, pack_int4
+from soloist.kernels.linear import INT4_GROUP, can_pack, pack_int4
 from soloist.kernels.rotary import Llama3Scaling, make_rotary_table
 from soloist.models.gguf import BlockType, GGUFFile
 from soloist.models.gguf_blocks import FOUR_BIT_TYPES, decode, decode_groups
-from soloist.models.loader import ROW_TILE, LoadingSource, Placement, Progress, sampled_rows
+from soloist.models.loader import LoadingSource, Placement, Progress, sampled_rows, stacked_shape
 from soloist.models.weights import Init, Part, Weight
 
 # general.architecture -> architectures[0].
@@ -238,12 +238,17 @@ class GGUFSource(LoadingSource):
             place.copy_(decode(chunk, block_type.name, block_type.block_bytes))
         return blocks.numel()
 
-    def linear(self, *parts: Part) -> Weight:
+    def _can_keep_four_bits(self, parts: tuple[Part, ...]) -> bool:
         types = {self._file.tensors[self._names[part.name]].type.name for part in parts}
-        rows, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
-        is_packable = rows % ROW_TILE == inputs % INT4_GROUP == 0
-        if not (self._keeps_four_bits and types <= set(FOUR_BIT_TYPES) and is_packable):
+        return self._keeps_four_bits and types <= set(FOUR_BIT_TYPES) and can_pack("int4", *stacked_shape(parts))
+
+    def tied_head(self, part: Part, embedding: torch.Tensor) -> Weight:
+        return self.linear(part) if self._can_keep_four_bits((part,)) else super().tied_head(part, embedding)
+
+    def linear(self, *parts: Part) -> Weight:
+        if not self._can_keep_four_bits(parts):
             return super().linear(*parts)
+        rows, inputs = stacked_shape(parts)
         codes = torch.empty((rows, inputs), dtype=torch.uint8)  # (O, I)
         scales, mins = torch.empty((2, rows, inputs // INT4_GROUP)).unbind()  # (O, I/32) each
         start = 0

@@ -16,7 +16,15 @@ from typing import Literal
 import torch
 
 from soloist.errors import CheckpointError, UnsupportedError, UsageError
-from soloist.kernels.linear import INT4_GROUP, PackedKind, PackedWeight, pack_weight, packing_error
+from soloist.kernels.linear import (
+    INT4_GROUP,
+    INT4_ROWS,
+    PackedKind,
+    PackedWeight,
+    can_pack,
+    pack_weight,
+    packing_error,
+)
 from soloist.models.causal_lm import CausalLM, ModelConfig
 from soloist.models.memory import check_fits
 from soloist.models.safetensors import SafetensorsFolder
@@ -37,8 +45,6 @@ DEFAULT_PACKING: PackedKind | None = "fp16"
 MAX_NAMES_SHOWN = 10
 # Standard deviation of random linear maps and embeddings.
 RANDOM_STD = 0.02
-# Rows of an int4 weight come in tiles; also the number of rows that a packing error is measured on.
-ROW_TILE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +93,7 @@ class LoadingSource(WeightSource):
     """What files and random numbers share: allocate a tensor, have its parts written into it, pack it, count it.
 
     Args:
-        placement: where tensors go. A matrix that the packed kernels cannot take (outputs must come in 16s, inputs in
-            32s) is held dense, and the report shows its bytes.
+        placement: where tensors go. A matrix whose shape no packed kernel takes is held dense: the report shows it.
         num_file_bytes: what there is to read, for `progress`.
         progress: called behind each part.
     """
@@ -136,12 +141,8 @@ class LoadingSource(WeightSource):
         self._packing_error[packed.kind] = max(error, self._packing_error.get(packed.kind, 0.0))
         return packed
 
-    def _can_pack(self, parts: tuple[Part, ...]) -> bool:
-        rows, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
-        return self.packing == "fp16" or (self.packing is not None and rows % ROW_TILE == inputs % INT4_GROUP == 0)
-
     def linear(self, *parts: Part) -> Weight:
-        if self.packing is None or not self._can_pack(parts):
+        if self.packing is None or not can_pack(self.packing, *stacked_shape(parts)):
             return self._count_dense(self._stack(parts, self.dtype))
         weight = self._stack(parts, torch.float32)
         packed = pack_weight(weight, self.packing, activation_dtype=self.dtype)
@@ -152,8 +153,10 @@ class LoadingSource(WeightSource):
         return self._count_dense(self._stack((part,), self.dtype))
 
     def tied_head(self, part: Part, embedding: torch.Tensor) -> Weight:
-        # A packed head is made from the file again: the embedding is already rounded.
-        return self.linear(part) if self._can_pack((part,)) else embedding
+        if self.packing is None or not can_pack(self.packing, *stacked_shape((part,))):
+            return embedding
+        # Read once more, because the embedding is already rounded.
+        return self.linear(part)
 
     def tensor(self, part: Part, *, dtype: torch.dtype | None = None, init: Init = "ones") -> torch.Tensor:
         return self._count_dense(self._stack((part,), dtype or self.dtype, init))
@@ -169,9 +172,14 @@ class LoadingSource(WeightSource):
         return self._count_dense(stacked)
 
 
+def stacked_shape(parts: tuple[Part, ...]) -> tuple[int, int]:
+    """Give the outputs and inputs of linear maps stacked in one weight."""
+    return sum(part.shape[0] for part in parts), parts[0].shape[1]
+
+
 def sampled_rows(num_rows: int) -> torch.Tensor:
-    """Choose the rows that a packing error is measured on: (16) int64, spread evenly."""
-    return torch.linspace(0, num_rows - 1, ROW_TILE).long()
+    """Choose the rows that an error is measured on: (16) int64, spread evenly; 16 can be packed in every form."""
+    return torch.linspace(0, num_rows - 1, INT4_ROWS).long()
 
 
 class RandomSource(LoadingSource):
