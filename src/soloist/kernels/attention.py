@@ -4,11 +4,23 @@ import torch
 import torch.nn.functional as F
 
 from soloist.kernels.check import FLOATS, expect, use_reference
-from soloist.kernels.norm import rms_norm_ref
 from soloist.kernels.rotary import apply_rotary_ref
 
 # Queries that attend at a time, so that no mask or score grows with the square of a long prompt.
 QUERY_BLOCK = 256
+
+
+def _norm_heads(
+    qk: torch.Tensor, num_heads: int, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """Normalise each query head and each key head of `qk` (.., H+G, K) fp32, where the model has such norms."""
+    if q_norm is None or k_norm is None:
+        return qk
+    qk = qk * torch.rsqrt(qk.square().mean(dim=-1, keepdim=True).add_(eps))
+    q, k = qk.split((num_heads, qk.shape[-2] - num_heads), dim=-2)
+    q.mul_(q_norm)
+    k.mul_(k_norm)
+    return qk
 
 
 def attention_ref(
@@ -25,32 +37,59 @@ def attention_ref(
     k_norm: torch.Tensor | None,
     eps: float,
 ) -> torch.Tensor:
-    """Compute `attention` in fp32; see there."""
-    T, K = qkv.shape[0], k_cache.shape[2]
-    H, G = num_heads, num_kv_heads
+    """Compute `attention` in fp32 from the rounded cache, a block of queries at a time."""
+    T, H, G, K = qkv.shape[0], num_heads, num_kv_heads, k_cache.shape[2]
     start = int(context_len)
     end = start + T
     heads = qkv.view(T, H + 2 * G, K)  # (T, H+2G, K)
-    qk = heads[:, : H + G]  # (T, H+G, K)
-    if q_norm is not None and k_norm is not None:
-        qk = torch.cat((rms_norm_ref(qk[:, :H], q_norm, eps), rms_norm_ref(qk[:, H:], k_norm, eps)), dim=1)
+    qk = _norm_heads(heads[:, : H + G].float(), H, q_norm, k_norm, eps)  # (T, H+G, K)
     qk = apply_rotary_ref(qk, cos[start:end], sin[start:end], False)
     k_cache[:, start:end] = qk[:, H:].transpose(0, 1)
     v_cache[:, start:end] = heads[:, H + G :].transpose(0, 1)
-    q, k, v = qk[:, :H].float(), k_cache[:, :end].float(), v_cache[:, :end].float()
-    if T == 1:
-        # One query sees every key, so the heads of a group are the rows of a plain matrix product.
-        scores = torch.bmm(q.view(G, -1, K), k.transpose(1, 2)).mul_(K**-0.5)  # (G, H/G, S)
-        return torch.bmm(scores.softmax(dim=-1), v).view(1, H * K).to(qkv.dtype)
-    out = torch.empty(T, H, K, dtype=qkv.dtype, device=qkv.device)  # (T, H, K)
+    keys, values = k_cache[None, :, :end].float(), v_cache[None, :, :end].float()  # (1, G, S, K) each
+    out = torch.empty(T, H, K, device=qkv.device)  # (T, H, K)
     for first in range(0, T, QUERY_BLOCK):
         last = min(first + QUERY_BLOCK, T)
-        seen = start + last
-        mask = torch.ones(last - first, seen, dtype=torch.bool, device=qkv.device).tril_(start + first)
-        out[first:last] = F.scaled_dot_product_attention(
-            q[first:last].transpose(0, 1)[None], k[None, :, :seen], v[None, :, :seen], attn_mask=mask, enable_gqa=True
-        )[0].transpose(0, 1)
-    return out.view(T, H * K)
+        q = qk[first:last, :H].transpose(0, 1)[None]  # (1, H, block, K)
+        k, v = keys[:, :, : start + last], values[:, :, : start + last]
+        is_seen = torch.ones(last - first, start + last, dtype=torch.bool, device=qkv.device).tril_(start + first)
+        block = F.scaled_dot_product_attention(q, k, v, attn_mask=is_seen, enable_gqa=True)  # (1, H, block, K)
+        out[first:last] = block[0].transpose(0, 1)
+    return out.view(T, H * K).to(qkv.dtype)
+
+
+def _attention_row_cpu(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    context_len: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    """Compute `attention` of one token: the same in half the calls, which are what it costs on a CPU."""
+    H, G, K = num_heads, num_kv_heads, k_cache.shape[2]
+    start = int(context_len)
+    heads = qkv.view(H + 2 * G, K)  # (H+2G, K)
+    qk = _norm_heads(heads[: H + G].float(), H, q_norm, k_norm, eps)  # (H+G, K)
+    c, s = cos[start], sin[start]  # (K/2) each
+    halves = qk.view(H + G, 2, K // 2)
+    rotated = halves * c  # (H+G, 2, K/2)
+    (a, b), (rotated_a, rotated_b) = halves.unbind(1), rotated.unbind(1)  # (H+G, K/2) each
+    rotated_a.addcmul_(b, s, value=-1)
+    rotated_b.addcmul_(a, s)
+    q, k = rotated.view(H + G, K).split((H, G))
+    k_cache[:, start] = k
+    v_cache[:, start] = heads[H + G :]
+    keys, values = k_cache[:, : start + 1].float(), v_cache[:, : start + 1].float()  # (G, S, K) each
+    # One query sees every key, so the heads of a group are the rows of a plain matrix product.
+    scores = torch.bmm(q.view(G, H // G, K), keys.transpose(1, 2)).mul_(K**-0.5)  # (G, H/G, S)
+    return torch.bmm(scores.softmax(dim=-1), values).view(1, H * K).to(qkv.dtype)
 
 
 def attention(
@@ -102,7 +141,8 @@ def attention(
         if norm is not None:
             expect(norm, "K", qkv.dtype, dims, name=name)
     if use_reference(qkv):
-        return attention_ref(
+        form = _attention_row_cpu if qkv.shape[0] == 1 and qkv.is_cpu else attention_ref
+        return form(
             qkv,
             k_cache,
             v_cache,

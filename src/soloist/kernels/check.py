@@ -22,7 +22,7 @@ _REFERENCE_EVERYWHERE = os.environ.get("SOLOIST_REFERENCE", "") not in ("", "0")
 
 
 def use_reference(x: torch.Tensor) -> bool:
-    """Say whether a launcher given `x` runs its reference: CPU tensors always, CUDA tensors under `SOLOIST_REFERENCE=1`."""
+    """Say whether a launcher given `x` runs its reference: CPU tensors always, CUDA tensors if SOLOIST_REFERENCE=1."""
     return _REFERENCE_EVERYWHERE or not x.is_cuda
 
 

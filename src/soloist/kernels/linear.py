@@ -14,7 +14,6 @@ from soloist.errors import UnsupportedError
 from soloist.kernels.check import FLOATS, expect, use_reference, use_reference_everywhere
 from soloist.kernels.norm import rms_norm_ref
 
-
 PackedKind = Literal["int4", "int8", "fp16"]
 # Inputs that share one scale and one zero in an int4 weight.
 INT4_GROUP = 32
@@ -145,10 +144,11 @@ def packing_error(packed: PackedWeight, weight: torch.Tensor) -> float:
 def _refuse_unless_packable(kind: PackedKind, shape: tuple[int, int]) -> None:
     """Refuse what no kernel of this machine takes."""
     if not can_pack(kind, *shape):
+        capability = torch.backends.cpu.get_cpu_capability()
         raise UnsupportedError(
-            f"an int4 weight of {shape[0]} outputs and {shape[1]} inputs on a CPU with"
-            f" {torch.backends.cpu.get_cpu_capability()}: outputs come in {INT4_ROWS}s, inputs in {INT4_GROUP}s, the CPU"
-            f" must have {' or '.join(INT4_TILES)}; keep this weight in int8, fp16 or dense"
+            f"an int4 weight of {shape[0]} outputs and {shape[1]} inputs on a CPU with {capability}: outputs come in"
+            f" {INT4_ROWS}s, inputs in {INT4_GROUP}s, the CPU must have {' or '.join(INT4_TILES)};"
+            " keep this weight in int8, fp16 or dense"
         )
 
 
