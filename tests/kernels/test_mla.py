@@ -127,7 +127,7 @@ def test_a_prompt_in_parts_or_token_by_token_equals_one_shot(has_rotary: bool) -
         starts = range(0, T, size)
         y = torch.cat([mla.mla_attention(**rows_of(parts, start, start + size)) for start in starts])
         assert error(y, expected) < 1e-5, size
-        assert torch.equal(parts["latent_cache"][: context_len + T], one["latent_cache"][: context_len + T]), size
+        assert error(parts["latent_cache"][: context_len + T], one["latent_cache"][: context_len + T]) < 1e-6, size
     assert error(mla.mla_attention_ref(**copy(call)), expected) < 1e-5
 
 

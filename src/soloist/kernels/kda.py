@@ -21,10 +21,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from soloist.kernels.check import expect, use_reference
+from soloist.kernels.check import FLOATS, expect, use_reference
 from soloist.kernels.norm import gated_rms_norm_ref
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Rows that one triangular system ties together, and rows whose decays are formed pair by pair.
 CHUNK = 64
 SUB_CHUNK = 16

@@ -16,11 +16,10 @@ Rounding: c and k_r to the model's dtype as they enter the cache, y at the end; 
 
 import torch
 
-from soloist.kernels.check import expect, use_reference
+from soloist.kernels.check import FLOATS, expect, use_reference
 from soloist.kernels.norm import rms_norm_ref
 from soloist.kernels.rotary import apply_rotary_ref
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Queries at which expanding the cache costs less than absorbing it: (Kn+V) R S per head against (2R - Kn - V) T S.
 MIN_ROWS_TO_EXPAND = 160
 # Queries that attend at once; bounds the scores to H * 128 * S.

@@ -23,10 +23,8 @@ import torch
 import torch.nn.functional as F
 
 from soloist.errors import UnsupportedError
-from soloist.kernels.check import expect, use_reference
+from soloist.kernels.check import FLOATS, expect, use_reference
 from soloist.kernels.norm import rms_norm_ref
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True)
