@@ -123,8 +123,10 @@ class GroupedQueryAttention:
         self.qkv_proj = weights.linear(*(Part(name=f"{at}{name}.weight", shape=(n, D)) for name, n in rows.items()))
         self.qkv_bias = None
         if has_qkv_bias:
-            biases = [Part(name=f"{at}{name}.bias", shape=(n,)) for name, n in rows.items()]
-            self.qkv_bias = torch.cat([weights.tensor(bias, init="bias") for bias in biases])  # ((H+2G)*K)
+            # Not `cat`: on the meta device it would import PyTorch's compiler, which takes seconds.
+            self.qkv_bias = torch.empty((H + 2 * G) * K, dtype=weights.dtype, device=weights.device)  # ((H+2G)*K)
+            for (name, n), bias in zip(rows.items(), self.qkv_bias.split(list(rows.values())), strict=True):
+                bias.copy_(weights.tensor(Part(name=f"{at}{name}.bias", shape=(n,)), init="bias"))
         self.q_norm = weights.tensor(Part(name=f"{at}q_norm.weight", shape=(K,))) if has_qk_norm else None
         self.k_norm = weights.tensor(Part(name=f"{at}k_norm.weight", shape=(K,))) if has_qk_norm else None
         self.o_proj = weights.linear(Part(name=f"{at}o_proj.weight", shape=(D, H * K)))

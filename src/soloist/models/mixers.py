@@ -14,6 +14,7 @@ from soloist.kernels.linear import linear, linear_residual, norm_linear
 from soloist.kernels.mla import mla_attention
 from soloist.kernels.rotary import RotaryTable
 from soloist.models.cache import LatentCache, RecurrentState, StepKind
+from soloist.models.memory import check_fits
 from soloist.models.weights import Part, WeightSource
 
 # Inputs a short convolution sees: its own and the three before.
@@ -232,6 +233,11 @@ class LatentAttention:
 def make_latent_cache(
     num_layers: int, settings: MLASettings, max_context_len: int, *, dtype: torch.dtype, device: torch.device
 ) -> LatentCache:
-    """Allocate the rows of `num_layers` MLA layers, in the model's dtype."""
-    row = settings.kv_lora_rank + settings.qk_rope_head_dim
-    return LatentCache(latent=torch.zeros(num_layers, max_context_len, row, dtype=dtype, device=device))
+    """Allocate the rows of `num_layers` MLA layers, in the model's dtype.
+
+    Raises:
+        DoesNotFitError: less memory is free.
+    """
+    shape = (num_layers, max_context_len, settings.kv_lora_rank + settings.qk_rope_head_dim)
+    check_fits(torch.Size(shape).numel() * dtype.itemsize, device, f"a context of {max_context_len} tokens")
+    return LatentCache(latent=torch.zeros(shape, dtype=dtype, device=device))  # (L, S, R+P)
