@@ -1,10 +1,8 @@
 """Triton kernels of Kimi Delta Attention; the equations, the references and the launchers are in `kernels/kda.py`.
 
-One program owns one head and holds its state (V, K) fp32 in registers: 64 KB at K = V = 128. `step_kernel` is one token.
-`rows_kernel` takes blocks of up to 16 rows in WY form: one block with a frozen state is a verify, many blocks that carry the state are a
-prefill. `commit_kernel` advances every head of every layer by the accepted rows.
-
-The decay between two rows is formed pair by pair, exp(G_i - G_j) with i >= j, so no exponent is ever positive, whatever the gate law.
+`step_kernel` is one token; one program owns one head and holds its state (V, K) fp32 in registers. `rows_kernel` takes blocks of up to 16
+rows in WY form, a tile of value channels per program: one block with a frozen state is a verify, many blocks that carry the state are
+a prefill. `commit_kernel` advances every head of every layer by the accepted rows.
 
 Source: Kimi Linear (arXiv 2510.26692), equations of the WY form; frozen-state verification with a log of (k, u, g).
 """
@@ -13,12 +11,22 @@ import torch
 import triton
 import triton.language as tl
 
-from soloist.kernels.launch import IS_INTERPRETED, let_consumers_start, pdl_options, wait_for_producers
+from soloist.kernels.launch import (
+    IS_INTERPRETED,
+    arrival_counters,
+    is_last_arriver,
+    let_consumers_start,
+    pdl_options,
+    wait_for_producers,
+)
 
 # Rows of one WY block: the most a verify has.
 _ROWS = 16
 # Three passes of TF32 reach fp32's accuracy; the state and the residual v - S k need it.
 _DOT_PRECISION = "ieee" if IS_INTERPRETED else "tf32x3"
+# Value channels of a head that one program of a WY block, or of a commit, owns.
+_BLOCK_V = 32
+_ROWS_WARPS = 4
 
 
 @triton.jit
@@ -149,6 +157,32 @@ def _short_conv(x_ptr, conv_ptr, conv_w_ptr, i_row, i_c, T, stride_t, C: tl.cons
 
 
 @triton.jit
+def _pair_products(b_q, b_k, b_cum, i_r, ROWS: tl.constexpr, IS_BOUNDED: tl.constexpr, DOT_PRECISION: tl.constexpr):
+    """sum_d k_i exp(G_i - G_j) k_j and the same with q_i, for all pairs of rows; only i >= j is meant to be used.
+
+    With a bounded gate (at least -5 a row) exp(G_i - G_j) splits at the middle row: neither factor passes exp(40). An unbounded one
+    is formed pair by pair, where no exponent is ever positive.
+    """
+    if IS_BOUNDED:
+        b_middle = tl.sum(tl.where((i_r == ROWS // 2 - 1)[:, None], b_cum, 0.0), axis=0)
+        b_up = tl.exp(b_cum - b_middle[None, :])
+        b_down_t = tl.trans(b_k * tl.exp(b_middle[None, :] - b_cum))  # (K, ROWS)
+        b_kk = tl.dot(b_k * b_up, b_down_t, input_precision=DOT_PRECISION)
+        b_qk = tl.dot(b_q * b_up, b_down_t, input_precision=DOT_PRECISION)
+    else:
+        b_kk = tl.zeros((ROWS, ROWS), dtype=tl.float32)
+        b_qk = tl.zeros((ROWS, ROWS), dtype=tl.float32)
+        for j in range(ROWS):
+            m_j = i_r == j
+            k_j = tl.sum(tl.where(m_j[:, None], b_k, 0.0), axis=0)
+            cum_j = tl.sum(tl.where(m_j[:, None], b_cum, 0.0), axis=0)
+            b_decayed = tl.exp(tl.minimum(b_cum - cum_j[None, :], 0.0)) * k_j[None, :]
+            b_kk = tl.where(m_j[None, :], tl.sum(b_k * b_decayed, axis=1)[:, None], b_kk)
+            b_qk = tl.where(m_j[None, :], tl.sum(b_q * b_decayed, axis=1)[:, None], b_qk)
+    return b_kk, b_qk
+
+
+@triton.jit
 def rows_kernel(
     qkv_ptr,
     f_ptr,
@@ -165,6 +199,7 @@ def rows_kernel(
     verify_g_ptr,
     verify_conv_ptr,
     out_ptr,
+    counter_ptr,
     T,
     qkv_stride_t,
     f_stride_t,
@@ -179,39 +214,42 @@ def rows_kernel(
     LOWER_BOUND: tl.constexpr,
     WRITES_STATE: tl.constexpr,
     ROWS: tl.constexpr,
+    BV: tl.constexpr,
+    NORM_ROWS: tl.constexpr,
     PDL: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
 ):
-    """Rows of one head, in blocks of ROWS, in WY form. Grid: (H,).
+    """Rows of BV value channels of one head, in blocks of ROWS, in WY form. Grid: (H, V / BV).
 
-    With WRITES_STATE the state (H, V, K) and conv (3, C) advance by all T rows; without, they are only read, T <= ROWS, and
-    verify_k (T, H, K), verify_u (T, H, V), verify_g (T, H, K), verify_conv (T, C) keep what a commit needs.
+    The last program of a head to finish norms and gates its output rows. With WRITES_STATE the state (H, V, K) and conv (3, C) advance by
+    all T rows; without, they are only read, T <= ROWS, and verify_k (T, H, K), verify_u (T, H, V), verify_g (T, H, K), verify_conv (T, C)
+    keep what a commit needs.
     """
     head = tl.program_id(0)
+    tile = tl.program_id(1)
     i_r = tl.arange(0, ROWS)
     i_k = tl.arange(0, K)
-    i_v = tl.arange(0, V)
+    i_v = tile * BV + tl.arange(0, BV)
     c_q = head * K + i_k
     c_k = H * K + head * K + i_k
     c_v = 2 * H * K + head * V + i_v
 
     p_state = state_ptr + (head * V + i_v)[:, None] * K + i_k[None, :]
-    b_state = tl.load(p_state)  # (V, K)
+    b_state = tl.load(p_state)  # (BV, K)
     a_log = tl.load(a_log_ptr + head)
     b_dt = tl.load(dt_bias_ptr + c_q)
-    b_onorm = tl.load(o_norm_ptr + i_v).to(tl.float32)
 
     wait_for_producers(PDL)
     let_consumers_start(PDL)
     for start in range(0, T, ROWS):
         i_t = start + i_r
         m_t = i_t < T
+        i_t64 = i_t.to(tl.int64)
         b_q = _short_conv(qkv_ptr, conv_ptr, conv_w_ptr, i_t, c_q, T, qkv_stride_t, C)
         b_k = _short_conv(qkv_ptr, conv_ptr, conv_w_ptr, i_t, c_k, T, qkv_stride_t, C)
         b_v = _short_conv(qkv_ptr, conv_ptr, conv_w_ptr, i_t, c_v, T, qkv_stride_t, C)
         b_q = b_q / tl.sqrt(tl.sum(b_q * b_q, axis=1) + 1e-6)[:, None] * scale
         b_k = b_k / tl.sqrt(tl.sum(b_k * b_k, axis=1) + 1e-6)[:, None]
-        i_t64 = i_t.to(tl.int64)
         b_f = tl.load(f_ptr + i_t64[:, None] * f_stride_t + c_q[None, :], mask=m_t[:, None], other=0.0).to(tl.float32)
         b_g = tl.where(m_t[:, None], _log_decay(b_f, a_log, b_dt[None, :], LOWER_BOUND), 0.0)
         b_beta = tl.load(b_ptr + i_t64 * b_stride_t + head, mask=m_t, other=0.0).to(tl.float32)
@@ -220,22 +258,13 @@ def rows_kernel(
         b_k = tl.where(m_t[:, None], b_k, 0.0)
         b_cum = tl.cumsum(b_g, axis=0)  # (ROWS, K)
 
-        # L_ij = beta_i sum_d k_i exp(G_i - G_j) k_j for i > j; P_ij the same with q_i, for i >= j.
-        b_l = tl.zeros((ROWS, ROWS), dtype=tl.float32)
-        b_p = tl.zeros((ROWS, ROWS), dtype=tl.float32)
-        for j in tl.static_range(ROWS):
-            m_j = i_r == j
-            k_j = tl.sum(tl.where(m_j[:, None], b_k, 0.0), axis=0)
-            cum_j = tl.sum(tl.where(m_j[:, None], b_cum, 0.0), axis=0)
-            b_decayed = tl.exp(tl.minimum(b_cum - cum_j[None, :], 0.0)) * k_j[None, :]
-            l_j = tl.where(i_r > j, tl.sum(b_k * b_decayed, axis=1) * b_beta, 0.0)
-            p_j = tl.where(i_r >= j, tl.sum(b_q * b_decayed, axis=1), 0.0)
-            b_l = tl.where(m_j[None, :], l_j[:, None], b_l)
-            b_p = tl.where(m_j[None, :], p_j[:, None], b_p)
+        b_kk, b_qk = _pair_products(b_q, b_k, b_cum, i_r, ROWS, LOWER_BOUND is not None, DOT_PRECISION)
+        b_l = tl.where(i_r[:, None] > i_r[None, :], b_kk * b_beta[:, None], 0.0)
+        b_p = tl.where(i_r[:, None] >= i_r[None, :], b_qk, 0.0)
 
         # N = (I + L)^-1 diag(beta) (V - (exp(G) K) S), by forward substitution.
         b_from_start = tl.exp(b_cum)
-        b_state_t = tl.trans(b_state)  # (K, V)
+        b_state_t = tl.trans(b_state)  # (K, BV)
         b_n = b_beta[:, None] * (b_v - tl.dot(b_from_start * b_k, b_state_t, input_precision=DOT_PRECISION))
         for i in tl.static_range(1, ROWS):
             m_i = i_r == i
@@ -243,13 +272,8 @@ def rows_kernel(
             b_n -= tl.where(m_i[:, None], tl.sum(l_i[:, None] * b_n, axis=0)[None, :], 0.0)
         b_o = tl.dot(b_from_start * b_q, b_state_t, input_precision=DOT_PRECISION)
         b_o += tl.dot(b_p, b_n, input_precision=DOT_PRECISION)
-
-        b_o = b_o.to(qkv_ptr.dtype.element_ty).to(tl.float32)
-        p_gate = gate_ptr + i_t64[:, None] * gate_stride_t + (head * V + i_v)[None, :]
-        b_gate = tl.load(p_gate, mask=m_t[:, None], other=0.0).to(tl.float32)
-        b_y = b_o / tl.sqrt(tl.sum(b_o * b_o, axis=1) / V + eps)[:, None] * b_onorm[None, :] * tl.sigmoid(b_gate)
         p_out = out_ptr + i_t64[:, None] * (H * V) + (head * V + i_v)[None, :]
-        tl.store(p_out, b_y.to(out_ptr.dtype.element_ty), mask=m_t[:, None])
+        tl.store(p_out, b_o.to(out_ptr.dtype.element_ty), mask=m_t[:, None])
 
         if WRITES_STATE:
             total = tl.sum(b_g, axis=0)  # (K,)
@@ -257,25 +281,50 @@ def rows_kernel(
             b_state = b_state * tl.exp(total)[None, :]
             b_state += tl.dot(tl.trans(b_n), b_to_end, input_precision=DOT_PRECISION)
         else:
-            tl.store(verify_k_ptr + (i_t[:, None] * H + head) * K + i_k[None, :], b_k, mask=m_t[:, None])
             tl.store(verify_u_ptr + (i_t[:, None] * H + head) * V + i_v[None, :], b_n, mask=m_t[:, None])
-            tl.store(verify_g_ptr + (i_t[:, None] * H + head) * K + i_k[None, :], b_g, mask=m_t[:, None])
-            _copy_rows(qkv_ptr, verify_conv_ptr, i_t, c_q, m_t, qkv_stride_t, C)
-            _copy_rows(qkv_ptr, verify_conv_ptr, i_t, c_k, m_t, qkv_stride_t, C)
             _copy_rows(qkv_ptr, verify_conv_ptr, i_t, c_v, m_t, qkv_stride_t, C)
-
+            if tile == 0:
+                tl.store(verify_k_ptr + (i_t[:, None] * H + head) * K + i_k[None, :], b_k, mask=m_t[:, None])
+                tl.store(verify_g_ptr + (i_t[:, None] * H + head) * K + i_k[None, :], b_g, mask=m_t[:, None])
+                _copy_rows(qkv_ptr, verify_conv_ptr, i_t, c_q, m_t, qkv_stride_t, C)
+                _copy_rows(qkv_ptr, verify_conv_ptr, i_t, c_k, m_t, qkv_stride_t, C)
     if WRITES_STATE:
         tl.store(p_state, b_state)
-        # Every channel of conv belongs to one program; all of its reads are done before its writes.
-        i_tail = tl.arange(0, 4)
-        m_tail = i_tail < 3
-        t_q = _window(qkv_ptr, conv_ptr, T - 3 + i_tail, c_q, T, qkv_stride_t, C)
-        t_k = _window(qkv_ptr, conv_ptr, T - 3 + i_tail, c_k, T, qkv_stride_t, C)
-        t_v = _window(qkv_ptr, conv_ptr, T - 3 + i_tail, c_v, T, qkv_stride_t, C)
-        tl.debug_barrier()
-        tl.store(conv_ptr + i_tail[:, None] * C + c_q[None, :], t_q, mask=m_tail[:, None])
-        tl.store(conv_ptr + i_tail[:, None] * C + c_k[None, :], t_k, mask=m_tail[:, None])
-        tl.store(conv_ptr + i_tail[:, None] * C + c_v[None, :], t_v, mask=m_tail[:, None])
+
+    if is_last_arriver(counter_ptr + head, tl.num_programs(1)):
+        _finish_head(out_ptr, gate_ptr, o_norm_ptr, head, T, gate_stride_t, eps, H, V, NORM_ROWS)
+        if WRITES_STATE:
+            # Every program of the head has read the window by now.
+            i_all = tl.arange(0, V)
+            _shift_window(qkv_ptr, conv_ptr, T, c_q, qkv_stride_t, C)
+            _shift_window(qkv_ptr, conv_ptr, T, c_k, qkv_stride_t, C)
+            _shift_window(qkv_ptr, conv_ptr, T, 2 * H * K + head * V + i_all, qkv_stride_t, C)
+
+
+@triton.jit
+def _finish_head(
+    out_ptr, gate_ptr, o_norm_ptr, head, T, gate_stride_t, eps, H: tl.constexpr, V: tl.constexpr, NORM_ROWS: tl.constexpr
+):
+    """Norm and gate one head of out (T, H*V), in place."""
+    i_v = tl.arange(0, V)
+    b_norm = tl.load(o_norm_ptr + i_v).to(tl.float32)
+    for start in range(0, T, NORM_ROWS):
+        i_t = (start + tl.arange(0, NORM_ROWS)).to(tl.int64)
+        m_t = (i_t < T)[:, None]
+        p_out = out_ptr + i_t[:, None] * (H * V) + (head * V + i_v)[None, :]
+        b_o = tl.load(p_out, mask=m_t, other=0.0, cache_modifier=".cg").to(tl.float32)
+        b_gate = tl.load(gate_ptr + i_t[:, None] * gate_stride_t + (head * V + i_v)[None, :], mask=m_t, other=0.0)
+        b_y = b_o / tl.sqrt(tl.sum(b_o * b_o, axis=1) / V + eps)[:, None] * b_norm[None, :]
+        tl.store(p_out, (b_y * tl.sigmoid(b_gate.to(tl.float32))).to(out_ptr.dtype.element_ty), mask=m_t)
+
+
+@triton.jit
+def _shift_window(x_ptr, conv_ptr, num_rows, i_c, stride_t, C: tl.constexpr):
+    """Make the last three raw rows of (window, the first `num_rows` rows of x) the new window, for channels `i_c`."""
+    i_tail = tl.arange(0, 4)
+    b_tail = _window(x_ptr, conv_ptr, num_rows - 3 + i_tail, i_c, num_rows, stride_t, C)
+    tl.debug_barrier()
+    tl.store(conv_ptr + i_tail[:, None] * C + i_c[None, :], b_tail, mask=(i_tail < 3)[:, None])
 
 
 @triton.jit
@@ -300,26 +349,28 @@ def commit_kernel(
     V: tl.constexpr,
     H: tl.constexpr,
     ROWS: tl.constexpr,
+    BV: tl.constexpr,
     PDL: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
 ):
-    """S_n = S_0 diag(exp(G_n)) + sum_{i<=n} u_i (exp(G_n - G_i) k_i)^T, and the last three raw inputs. Grid: (H, L)."""
-    head = tl.program_id(0)
-    layer = tl.program_id(1).to(tl.int64)
+    """S_n = S_0 diag(exp(G_n)) + sum_{i<=n} u_i (exp(G_n - G_i) k_i)^T, and the last three raw inputs. Grid: (V / BV, H, L)."""
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    layer = tl.program_id(2).to(tl.int64)
     i_r = tl.arange(0, ROWS)
     i_k = tl.arange(0, K)
-    i_v = tl.arange(0, V)
+    i_v = tile * BV + tl.arange(0, BV)
     p_state = state_ptr + layer * H * V * K + (head * V + i_v)[:, None] * K + i_k[None, :]
     b_state = tl.load(p_state)
 
     wait_for_producers(PDL)
     let_consumers_start(PDL)
     num_rows = tl.load(num_rows_ptr)
-    m_r = (i_r < num_rows) & (i_r < T_MAX)
-    o_rows = layer * T_MAX + i_r
-    b_g = tl.load(verify_g_ptr + (o_rows[:, None] * H + head) * K + i_k[None, :], mask=m_r[:, None], other=0.0)
-    b_k = tl.load(verify_k_ptr + (o_rows[:, None] * H + head) * K + i_k[None, :], mask=m_r[:, None], other=0.0)
-    b_u = tl.load(verify_u_ptr + (o_rows[:, None] * H + head) * V + i_v[None, :], mask=m_r[:, None], other=0.0)
+    m_r = ((i_r < num_rows) & (i_r < T_MAX))[:, None]
+    o_rows = (layer * T_MAX + i_r)[:, None] * H + head
+    b_g = tl.load(verify_g_ptr + o_rows * K + i_k[None, :], mask=m_r, other=0.0)
+    b_k = tl.load(verify_k_ptr + o_rows * K + i_k[None, :], mask=m_r, other=0.0)
+    b_u = tl.load(verify_u_ptr + o_rows * V + i_v[None, :], mask=m_r, other=0.0)
     total = tl.sum(b_g, axis=0)
     b_to_end = tl.exp(tl.minimum(total[None, :] - tl.cumsum(b_g, axis=0), 0.0)) * b_k
     b_state = b_state * tl.exp(total)[None, :] + tl.dot(tl.trans(b_u), b_to_end, input_precision=DOT_PRECISION)
@@ -327,18 +378,10 @@ def commit_kernel(
 
     p_conv = conv_ptr + layer * 3 * C
     p_new = verify_conv_ptr + layer * T_MAX * C
-    i_tail = tl.arange(0, 4)
-    m_tail = (i_tail < 3)[:, None]
-    c_q = head * K + i_k
-    c_k = H * K + head * K + i_k
-    c_v = 2 * H * K + head * V + i_v
-    t_q = _window(p_new, p_conv, num_rows - 3 + i_tail, c_q, num_rows, C, C)
-    t_k = _window(p_new, p_conv, num_rows - 3 + i_tail, c_k, num_rows, C, C)
-    t_v = _window(p_new, p_conv, num_rows - 3 + i_tail, c_v, num_rows, C, C)
-    tl.debug_barrier()
-    tl.store(p_conv + i_tail[:, None] * C + c_q[None, :], t_q, mask=m_tail)
-    tl.store(p_conv + i_tail[:, None] * C + c_k[None, :], t_k, mask=m_tail)
-    tl.store(p_conv + i_tail[:, None] * C + c_v[None, :], t_v, mask=m_tail)
+    _shift_window(p_new, p_conv, num_rows, 2 * H * K + head * V + i_v, C, C)
+    if tile == 0:
+        _shift_window(p_new, p_conv, num_rows, head * K + i_k, C, C)
+        _shift_window(p_new, p_conv, num_rows, H * K + head * K + i_k, C, C)
 
 
 def step(
@@ -406,7 +449,8 @@ def run_rows(
     out = torch.empty((T, H * V), dtype=qkv.dtype, device=qkv.device)
     # A prefill never touches the verify buffers; any pointer does.
     verify_k, verify_u, verify_g, verify_conv = verify or (state, state, state, conv)
-    rows_kernel[(H,)](
+    block_v = min(V, _BLOCK_V)
+    rows_kernel[(H, V // block_v)](
         qkv,
         f,
         gate,
@@ -422,6 +466,7 @@ def run_rows(
         verify_g,
         verify_conv,
         out,
+        arrival_counters(qkv.device),
         T,
         qkv.stride(0),
         f.stride(0),
@@ -435,9 +480,11 @@ def run_rows(
         H=H,
         LOWER_BOUND=lower_bound,
         WRITES_STATE=verify is None,
+        NORM_ROWS=_ROWS if verify else 64,
         ROWS=_ROWS,
+        BV=block_v,
         DOT_PRECISION=_DOT_PRECISION,
-        num_warps=8,
+        num_warps=_ROWS_WARPS,
         num_stages=1,
         **pdl_options(),
     )
@@ -455,7 +502,8 @@ def commit(
 ) -> None:
     """Launch `kda_commit`; arguments as there."""
     L, H, V, K = state.shape
-    commit_kernel[(H, L)](
+    block_v = min(V, _BLOCK_V)
+    commit_kernel[(V // block_v, H, L)](
         state,
         conv,
         verify_k,
@@ -469,8 +517,9 @@ def commit(
         V=V,
         H=H,
         ROWS=_ROWS,
+        BV=block_v,
         DOT_PRECISION=_DOT_PRECISION,
-        num_warps=8,
+        num_warps=4,
         num_stages=1,
         **pdl_options(),
     )

@@ -21,8 +21,11 @@ from soloist.kernels.launch import IS_INTERPRETED, let_consumers_start, pdl_opti
 
 # Most rows of a step; more is a prompt.
 MAX_STEP_ROWS = 16
-# Programs that share the cached positions in a step.
-_NUM_SPLITS = 64
+# Most programs that share the cached positions in a step, and how many programs fill the GPU.
+_MAX_SPLITS = 64
+_NUM_PROGRAMS = 132
+# Cached positions a program takes at once.
+_BLOCK_S = 64
 
 
 @triton.jit
@@ -231,31 +234,28 @@ def combine_kernel(
     V: tl.constexpr,
     R: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr,
     HAS_GATE: tl.constexpr,
-    BR: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out (T, H*V) = sigmoid(gate) * W_uv z, z the merged splits of one row. Grid: (H, T)."""
     head = tl.program_id(0)
     t = tl.program_id(1)
     i_v = tl.arange(0, V)
-    i_s = tl.arange(0, NUM_SPLITS)
+    i_r = tl.arange(0, R)
+    i_s = tl.arange(0, SPLITS_PADDED)
+    w_uv = tl.load(w_kv_b_ptr + (head * (K + V) + K + i_v)[:, None] * R + i_r[None, :])  # (V, R)
     wait_for_producers(PDL)
     let_consumers_start(PDL)
-    row = t * H + head
-    o_rows = i_s.to(tl.int64) * num_query_rows + row
-    b_max = tl.load(partial_max_ptr + o_rows)
-    b_sum = tl.load(partial_sum_ptr + o_rows)
+    m_s = i_s < NUM_SPLITS
+    o_rows = i_s.to(tl.int64) * num_query_rows + t * H + head
+    b_max = tl.load(partial_max_ptr + o_rows, mask=m_s, other=float("-inf"))
+    b_sum = tl.load(partial_sum_ptr + o_rows, mask=m_s, other=0.0)
+    b_part = tl.load(partial_ptr + o_rows[:, None] * R + i_r[None, :], mask=m_s[:, None], other=0.0).to(tl.float32)
     b_weight = tl.exp2(b_max - tl.max(b_max, axis=0)) * b_sum
-    b_weight = b_weight / tl.sum(b_weight, axis=0)  # (NUM_SPLITS,)
-    b_out = tl.zeros((V,), dtype=tl.float32)
-    for o_r in range(0, R, BR):
-        i_r = o_r + tl.arange(0, BR)
-        b_part = tl.load(partial_ptr + o_rows[:, None] * R + i_r[None, :]).to(tl.float32)  # (NUM_SPLITS, BR)
-        b_z = tl.sum(b_part * b_weight[:, None], axis=0)
-        b_z = b_z.to(w_kv_b_ptr.dtype.element_ty).to(tl.float32)
-        w_uv = tl.load(w_kv_b_ptr + (head * (K + V) + K + i_v)[:, None] * R + i_r[None, :]).to(tl.float32)  # (V, BR)
-        b_out += tl.sum(w_uv * b_z[None, :], axis=1)
+    b_z = tl.sum(b_part * (b_weight / tl.sum(b_weight, axis=0))[:, None], axis=0)  # (R,)
+    b_z = b_z.to(w_uv.dtype).to(tl.float32)
+    b_out = tl.sum(w_uv.to(tl.float32) * b_z[None, :], axis=1)  # (V,)
     if HAS_GATE:
         b_out *= tl.sigmoid(tl.load(gate_ptr + t.to(tl.int64) * gate_stride_t + head).to(tl.float32))
     tl.store(out_ptr + t.to(tl.int64) * (H * V) + head * V + i_v, b_out.to(out_ptr.dtype.element_ty))
@@ -287,7 +287,9 @@ def attend(
     # Without rotary the tables are never read; any pointer does.
     table = (kv_norm, kv_norm) if cos is None or sin is None else (cos, sin)
     query = torch.empty((T, H, R + P), dtype=q.dtype, device=q.device)
-    num_splits = _NUM_SPLITS if is_step else 1
+    block_m = 16 if T * H <= 16 else 32 if T * H <= 32 else 64
+    num_row_tiles = triton.cdiv(T * H, block_m)
+    num_splits = max(1, min(_MAX_SPLITS, _NUM_PROGRAMS // num_row_tiles)) if is_step else 1
     partial = torch.empty((num_splits, T * H, R), dtype=torch.float32 if is_step else q.dtype, device=q.device)
     partial_max, partial_sum = torch.empty((2, num_splits, T * H), dtype=torch.float32, device=q.device)
     block_r = min(R, 128)
@@ -317,8 +319,7 @@ def attend(
         num_warps=4,
         **pdl_options(),
     )
-    block_m = 16 if T * H <= 16 else 32 if T * H <= 32 else 64
-    attention_kernel[(triton.cdiv(T * H, block_m), num_splits)](
+    attention_kernel[(num_row_tiles, num_splits)](
         query,
         latent_cache,
         context_len,
@@ -332,7 +333,7 @@ def attend(
         P=P,
         NUM_SPLITS=num_splits,
         BM=block_m,
-        BS=32,
+        BS=_BLOCK_S,
         IS_FP32_DOT=is_fp32_dot,
         num_warps=8 if block_m == 64 else 4,
         num_stages=2,
@@ -357,9 +358,9 @@ def attend(
         V=V,
         R=R,
         NUM_SPLITS=num_splits,
+        SPLITS_PADDED=triton.next_power_of_2(num_splits),
         HAS_GATE=gate is not None,
-        BR=min(R, 64),
-        num_warps=4,
+        num_warps=16,
         **pdl_options(),
     )
     return out

@@ -3,8 +3,8 @@
 A step of T <= 16 tokens is three launches. Every token goes through every expert that any token chose ("sparse experts as
 GEMMs"): the products are bound by the bytes of the weights, so the extra columns are free, and a weight of zero removes them.
 
-1. `router_kernel`: norm, logits, and in the last program to arrive the top-k; leaves the normalised rows and a list of slots, one per
-   distinct expert, then the shared expert's, each with a weight per token.
+1. `router_kernel`: norm and logits; when all are there, the top-k, a token per program; then the list of slots, one per distinct
+   expert, then the shared expert's, each with a weight per token.
 2. `gate_up_kernel`: one program per (slot, tile of F): SwiGLU of two products, times the token's weight, rounded once.
 3. `down_kernel`: a plain product over the concatenated (slot, F) axis, split over slots; the last program of a tile adds the splits in
    order and the residual.
@@ -27,6 +27,8 @@ from soloist.kernels.launch import (
     is_last_arriver,
     let_consumers_start,
     pdl_options,
+    prefetch_rows,
+    wait_for_all_programs,
     wait_for_producers,
 )
 
@@ -48,68 +50,71 @@ class RouterShape(Protocol):
 def _choose_experts(
     logits_ptr,
     bias_ptr,
-    width_ptr,
-    slot_expert_ptr,
-    slot_weight_ptr,
-    num_slots_ptr,
-    T,
+    weight_ptr,
+    t,
+    num_tokens,
     E: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     TOPK_GROUPS: tl.constexpr,
     A: tl.constexpr,
     SCALE: tl.constexpr,
-    NUM_SHARED: tl.constexpr,
-    HAS_WIDTH: tl.constexpr,
-    TP: tl.constexpr,
 ):
-    """Group-limited top-k of all tokens, and the list of slots. Run by one program."""
-    i_t = tl.arange(0, TP)
+    """Group-limited top-k of one token: row t of weight (TP, E) fp32, zero for the experts it does not take."""
     i_e = tl.arange(0, E)
-    num_tokens = T
-    if HAS_WIDTH:
-        num_tokens = tl.minimum(T, tl.load(width_ptr))
-    m_t = i_t < num_tokens
-
-    b_logits = tl.load(logits_ptr + i_t[:, None] * E + i_e[None, :], mask=m_t[:, None], other=0.0, cache_modifier=".cg")
-    b_score = tl.sigmoid(b_logits)  # (TP, E)
-    b_biased = b_score + tl.load(bias_ptr + i_e)[None, :]
-
+    b_score = tl.sigmoid(tl.load(logits_ptr + t * E + i_e, cache_modifier=".cg"))  # (E,)
+    b_biased = b_score + tl.load(bias_ptr + i_e)
     if NUM_GROUPS > 1:
-        b_grouped = tl.reshape(b_biased, (TP, NUM_GROUPS, E // NUM_GROUPS))
+        b_grouped = tl.reshape(b_biased, (NUM_GROUPS, E // NUM_GROUPS))
         i_g = tl.arange(0, NUM_GROUPS)
         i_member = tl.arange(0, E // NUM_GROUPS)
-        b_first = tl.max(b_grouped, axis=2)
-        i_first = tl.argmax(b_grouped, axis=2, tie_break_left=True)
-        b_rest = tl.where(i_member[None, None, :] == i_first[:, :, None], float("-inf"), b_grouped)
-        b_group = b_first + tl.max(b_rest, axis=2)  # (TP, NUM_GROUPS)
-        b_keep = tl.zeros((TP, NUM_GROUPS), dtype=tl.int32)
+        b_first, i_first = tl.max(b_grouped, axis=1, return_indices=True)
+        b_rest = tl.where(i_member[None, :] == i_first[:, None], float("-inf"), b_grouped)
+        b_group = b_first + tl.max(b_rest, axis=1)  # (NUM_GROUPS,)
+        m_keep = i_g < 0
         for _ in tl.static_range(TOPK_GROUPS):
-            i_best = tl.argmax(b_group, axis=1, tie_break_left=True)
-            m_best = i_g[None, :] == i_best[:, None]
-            b_keep = tl.where(m_best, 1, b_keep)
+            m_best = i_g == tl.argmax(b_group, axis=0, tie_break_left=True)
+            m_keep = m_keep | m_best
             b_group = tl.where(m_best, float("-inf"), b_group)
-        b_grouped = tl.where(b_keep[:, :, None] > 0, b_grouped, float("-inf"))
-        b_biased = tl.reshape(b_grouped, (TP, E))
-
-    b_chosen = tl.zeros((TP, E), dtype=tl.int32)
+        b_biased = tl.reshape(tl.where(m_keep[:, None], b_grouped, float("-inf")), (E,))
+    m_chosen = i_e < 0
     for _ in tl.static_range(A):
-        i_best = tl.argmax(b_biased, axis=1, tie_break_left=True)
-        m_best = i_e[None, :] == i_best[:, None]
-        b_chosen = tl.where(m_best, 1, b_chosen)
+        m_best = i_e == tl.argmax(b_biased, axis=0, tie_break_left=True)
+        m_chosen = m_chosen | m_best
         b_biased = tl.where(m_best, float("-inf"), b_biased)
-    m_chosen = (b_chosen > 0) & m_t[:, None]
-    b_weight = tl.where(m_chosen, b_score, 0.0)
-    b_weight = b_weight / (tl.sum(b_weight, axis=1) + 1e-20)[:, None] * SCALE
+    b_weight = tl.where(m_chosen & (t < num_tokens), b_score, 0.0)
+    b_weight = b_weight / (tl.sum(b_weight, axis=0) + 1e-20) * SCALE
+    tl.store(weight_ptr + t * E + i_e, b_weight)
 
-    m_active = tl.max(m_chosen.to(tl.int32), axis=0)  # (E,)
-    i_slot = tl.cumsum(m_active, axis=0) - 1
-    num_slots = tl.sum(m_active, axis=0)
-    tl.store(slot_expert_ptr + i_slot, i_e, mask=m_active > 0)
-    o_weight = i_slot[None, :] * TP + i_t[:, None]
-    tl.store(slot_weight_ptr + o_weight, b_weight, mask=(m_active > 0)[None, :] & (i_t[:, None] < TP))
+
+@triton.jit
+def _list_slots(
+    weight_ptr,
+    slot_expert_ptr,
+    slot_weight_ptr,
+    num_slots_ptr,
+    T,
+    num_tokens,
+    E: tl.constexpr,
+    NUM_SHARED: tl.constexpr,
+    TP: tl.constexpr,
+):
+    """List the experts that any token takes, in ascending order, then the shared ones, each with its weight per token."""
+    i_e = tl.arange(0, E)
+    i_t = tl.arange(0, TP)
+    # A weight may underflow to zero with its score; such an expert adds nothing and is not read.
+    b_total = tl.zeros((E,), dtype=tl.float32)
+    for t in range(0, T):
+        b_total += tl.load(weight_ptr + t * E + i_e, cache_modifier=".cg")
+    m_active = b_total > 0.0
+    i_slot = tl.cumsum(m_active.to(tl.int32), axis=0) - 1
+    num_slots = tl.sum(m_active.to(tl.int32), axis=0)
+    tl.store(slot_expert_ptr + i_slot, i_e, mask=m_active)
+    for t in tl.static_range(TP):
+        b_weight = tl.load(weight_ptr + t * E + i_e, mask=m_active & (t < T), other=0.0, cache_modifier=".cg")
+        tl.store(slot_weight_ptr + i_slot * TP + t, b_weight, mask=m_active)
     for shared in tl.static_range(NUM_SHARED):
         tl.store(slot_expert_ptr + num_slots + shared, E + shared)
-        tl.store(slot_weight_ptr + (num_slots + shared) * TP + i_t, tl.where(m_t, 1.0, 0.0))
+        tl.store(slot_weight_ptr + (num_slots + shared) * TP + i_t, tl.where(i_t < num_tokens, 1.0, 0.0))
     tl.store(num_slots_ptr, num_slots + NUM_SHARED)
 
 
@@ -122,6 +127,7 @@ def router_kernel(
     width_ptr,
     h_ptr,
     logits_ptr,
+    weight_ptr,
     slot_expert_ptr,
     slot_weight_ptr,
     num_slots_ptr,
@@ -142,62 +148,54 @@ def router_kernel(
     PDL: tl.constexpr,
     IS_FP32_DOT: tl.constexpr,
 ):
-    """h = rms_norm(x), logits = h W^T, then the top-k. Grid: (E / BE,).
+    """h = rms_norm(x), logits = h W^T, the top-k and the list of slots. Grid: (E / BE,), no more than the GPU runs at once.
 
-    x (T, D), h (TP, D) in x's dtype; logits (TP, E) fp32; slot_expert (slots) int32; slot_weight (slots, TP) fp32; num_slots () int32.
+    When all logits are written each program routes every (E / BE)th token, and the last one done lists the slots.
+
+    x (T, D), h (TP, D) in x's dtype; logits and weight (TP, E) fp32; slot_expert (slots) int32; slot_weight (slots, TP) fp32;
+    num_slots () int32.
     """
     pid = tl.program_id(0)
+    num_programs = tl.num_programs(0)
     i_t = tl.arange(0, TP)
     i_e = pid * BE + tl.arange(0, BE)
     m_t = i_t < T
-    num_blocks: tl.constexpr = (D + BD - 1) // BD
+    num_blocks: tl.constexpr = D // BD
 
+    prefetch_rows(gate_ptr + pid * BE * D, BE * D, PDL)
     wait_for_producers(PDL)
     let_consumers_start(PDL)
 
-    b_square = tl.zeros((TP, BD), dtype=tl.float32)
-    for block in range(num_blocks):
-        i_d = block * BD + tl.arange(0, BD)
-        m_x = m_t[:, None] & (i_d < D)[None, :]
-        b_x = tl.load(x_ptr + i_t[:, None] * D + i_d[None, :], mask=m_x, other=0.0).to(tl.float32)
-        b_square += b_x * b_x
-    b_scale = 1.0 / tl.sqrt(tl.sum(b_square, axis=1) / D + eps)  # (TP,)
-
+    b_square = tl.zeros((TP,), dtype=tl.float32)
     b_logits = tl.zeros((BE, TP), dtype=tl.float32)
     for block in range(num_blocks):
         i_d = block * BD + tl.arange(0, BD)
-        m_d = i_d < D
-        m_x = m_t[:, None] & m_d[None, :]
-        b_x = tl.load(x_ptr + i_t[:, None] * D + i_d[None, :], mask=m_x, other=0.0).to(tl.float32)
-        b_norm = tl.load(norm_weight_ptr + i_d, mask=m_d, other=0.0).to(tl.float32)
+        b_x = tl.load(x_ptr + i_t[:, None] * D + i_d[None, :], mask=m_t[:, None], other=0.0).to(tl.float32)
+        b_square += tl.sum(b_x * b_x, axis=1)
+    b_scale = 1.0 / tl.sqrt(b_square / D + eps)  # (TP,)
+    for block in range(num_blocks):
+        i_d = block * BD + tl.arange(0, BD)
+        b_x = tl.load(x_ptr + i_t[:, None] * D + i_d[None, :], mask=m_t[:, None], other=0.0).to(tl.float32)
+        b_norm = tl.load(norm_weight_ptr + i_d).to(tl.float32)
         b_h = (b_x * b_scale[:, None] * b_norm[None, :]).to(h_ptr.dtype.element_ty)  # (TP, BD)
-        if block % tl.num_programs(0) == pid:
-            tl.store(h_ptr + i_t[:, None] * D + i_d[None, :], b_h, mask=m_d[None, :] & (i_t < TP)[:, None])
-        b_gate = tl.load(gate_ptr + i_e[:, None] * D + i_d[None, :], mask=m_d[None, :], other=0.0)  # (BE, BD)
+        if block % num_programs == pid:
+            tl.store(h_ptr + i_t[:, None] * D + i_d[None, :], b_h)
+        b_gate = tl.load(gate_ptr + i_e[:, None] * D + i_d[None, :])  # (BE, BD)
         if IS_FP32_DOT:
             b_logits += tl.dot(b_gate.to(tl.float32), tl.trans(b_h.to(tl.float32)), input_precision="ieee")
         else:
             b_logits += tl.dot(b_gate.to(b_h.dtype), tl.trans(b_h))
     tl.store(logits_ptr + i_t[None, :] * E + i_e[:, None], b_logits)
 
-    if is_last_arriver(counter_ptr, tl.num_programs(0)):
-        _choose_experts(
-            logits_ptr,
-            bias_ptr,
-            width_ptr,
-            slot_expert_ptr,
-            slot_weight_ptr,
-            num_slots_ptr,
-            T,
-            E,
-            NUM_GROUPS,
-            TOPK_GROUPS,
-            A,
-            SCALE,
-            NUM_SHARED,
-            HAS_WIDTH,
-            TP,
-        )
+    wait_for_all_programs(counter_ptr, num_programs)
+    num_tokens = T
+    if HAS_WIDTH:
+        num_tokens = tl.minimum(T, tl.load(width_ptr))
+    for t in range(pid, T, num_programs):
+        _choose_experts(logits_ptr, bias_ptr, weight_ptr, t, num_tokens, E, NUM_GROUPS, TOPK_GROUPS, A, SCALE)
+    if is_last_arriver(counter_ptr + 1, num_programs):
+        tl.store(counter_ptr, 0)
+        _list_slots(weight_ptr, slot_expert_ptr, slot_weight_ptr, num_slots_ptr, T, num_tokens, E, NUM_SHARED, TP)
 
 
 @triton.jit
@@ -399,7 +397,7 @@ def moe_step(
     is_fp32_dot = IS_INTERPRETED or x.dtype == torch.float32
 
     h = torch.empty((TP, D), dtype=x.dtype, device=device)
-    logits = torch.empty((TP, E), dtype=torch.float32, device=device)
+    logits, weight = torch.empty((2, TP, E), dtype=torch.float32, device=device)
     slot_expert = torch.empty(num_slots, dtype=torch.int32, device=device)
     slot_weight = torch.empty((num_slots, TP), dtype=torch.float32, device=device)
     count = torch.empty((), dtype=torch.int32, device=device)
@@ -416,6 +414,7 @@ def moe_step(
         x if width is None else width,
         h,
         logits,
+        weight,
         slot_expert,
         slot_weight,
         count,
@@ -434,7 +433,8 @@ def moe_step(
         BE=block_e,
         BD=_largest_divisor(D, limit=256),
         IS_FP32_DOT=is_fp32_dot or router_weight.dtype == torch.float32,
-        num_warps=8,
+        num_warps=4,
+        num_stages=4,
         **pdl_options(),
     )
     block_f = _largest_divisor(F, limit=settings.gate_up_block_f)

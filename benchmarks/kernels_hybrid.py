@@ -1,0 +1,322 @@
+"""Time the KDA, MLA and mixture-of-experts kernels by width against their floors, after checking them against the references.
+
+Run on a CUDA machine: `PYTHONPATH=src python benchmarks/kernels_hybrid.py [--tune] [--json FILE]`. Weights are cold: each call of a captured
+chain reads another copy, or other experts, of far more bytes than the L2 holds.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from soloist.kernels import kda, kda_triton, mla, mla_triton, moe, moe_triton
+from soloist.kernels.launch import programmatic_launch
+
+WIDTHS = (1, 4, 9, 16)
+CONTEXT_LEN = 8192
+REPLAYS = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of one model on one rank."""
+
+    name: str
+    D: int
+    H: int
+    E: int
+    F: int
+    settings: moe.RouterSettings
+
+
+ROUTER = moe.RouterSettings(num_experts_per_tok=8, n_group=8, topk_group=4, routed_scaling_factor=2.5)
+SHAPES = (
+    Shape(name="flash-tp1", D=2560, H=32, E=512, F=768, settings=ROUTER),
+    Shape(name="flash-tp2", D=2560, H=16, E=512, F=384, settings=ROUTER),
+    Shape(name="flash-tp4", D=2560, H=8, E=512, F=192, settings=ROUTER),
+    Shape(name="tiny", D=1536, H=16, E=128, F=512, settings=ROUTER),
+)
+
+
+def measure_read_bandwidth() -> float:
+    """Best read-only bandwidth of a sum over 4 GB, GB/s."""
+    x = torch.empty(1 << 30, dtype=torch.float32, device="cuda").normal_()
+    times = []
+    for _ in range(5):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        torch.amax(x)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return x.numel() * 4 / min(times) / 1e6
+
+
+def time_chain(calls: list[Callable[[], object]]) -> tuple[float, float]:
+    """Median and spread of the time per call in us, from replays of one captured chain."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        calls[0]()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+    times = []
+    graph.replay()
+    for _ in range(REPLAYS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(times), max(times) - min(times)
+
+
+def rand(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="cuda").normal_(std=scale)
+
+
+def error(out: torch.Tensor, ref: torch.Tensor) -> float:
+    """Relative RMS error."""
+    assert torch.isfinite(out).all()
+    return ((out.float() - ref.float()).norm() / ref.float().norm()).item()
+
+
+class MoeBench:
+    """Mixture-of-experts layers with their own weights, and inputs that route independently."""
+
+    def __init__(self, shape: Shape, num_layers: int = 3) -> None:
+        s = shape
+        self.shape = s
+        self.layers = [
+            (
+                torch.ones(s.D, dtype=torch.bfloat16, device="cuda"),
+                1e-6,
+                rand(s.E, s.D, scale=s.D**-0.5),
+                rand(s.E, scale=0.01, dtype=torch.float32),
+                rand(s.E, 2 * s.F, s.D, scale=s.D**-0.5),
+                rand(s.E, s.D, s.F, scale=s.F**-0.5),
+                rand(2 * s.F, s.D, scale=s.D**-0.5),
+                rand(s.D, s.F, scale=s.F**-0.5),
+            )
+            for _ in range(num_layers)
+        ]
+
+    def distinct(self, inputs: list[torch.Tensor]) -> float:
+        """Mean number of distinct experts a layer reads."""
+        counts = []
+        for i, x in enumerate(inputs):
+            norm, eps, gate, bias, *_ = self.layers[i % len(self.layers)]
+            h = moe.rms_norm_ref(x, norm, eps)
+            chosen, _ = moe.route_ref(h.float() @ gate.float().T, bias, self.shape.settings)
+            counts.append(chosen.unique().numel())
+        return statistics.mean(counts)
+
+    def check(self, T: int, settings: moe_triton.StepSettings) -> float:
+        x = rand(T, self.shape.D)
+        args = (x, *self.layers[0], self.shape.settings)
+        width = torch.tensor(T, dtype=torch.int32, device="cuda")
+        out = moe_triton.moe_step(*args, limit=4.0, shared_limit=5.0, width=width, settings=settings)
+        return error(out, moe.moe_ref(*args, limit=4.0, shared_limit=5.0, width=width))
+
+    def time(self, T: int, settings: moe_triton.StepSettings, num_calls: int = 24) -> tuple[float, float, float]:
+        """Median us, spread, and bytes."""
+        inputs = [rand(T, self.shape.D) for _ in range(num_calls)]
+
+        def call(i: int) -> Callable[[], object]:
+            layer = self.layers[i % len(self.layers)]
+            return lambda: moe_triton.moe_step(
+                inputs[i], *layer, self.shape.settings, limit=None, shared_limit=None, width=None, settings=settings
+            )
+
+        s = self.shape
+        num_bytes = 2 * ((self.distinct(inputs) + 1) * 3 * s.F * s.D + s.E * s.D)
+        return *time_chain([call(i) for i in range(num_calls)]), num_bytes
+
+
+def kda_arguments(shape: Shape, T: int) -> tuple:
+    H, K = shape.H, 128
+    C = 3 * H * K
+    row = rand(T, C + 2 * H * K + H)
+    qkv, f, gate, b = row.split([C, H * K, H * K, H], 1)
+    a_log, dt = rand(H, dtype=torch.float32, scale=0.5), rand(H * K, dtype=torch.float32, scale=0.5)
+    return (qkv, f, gate, b, rand(C, 4, scale=0.5), a_log, dt, torch.ones(K, dtype=torch.bfloat16, device="cuda"), 1e-6)
+
+
+def bench_kda(shape: Shape, bandwidth: float, rows: list[dict]) -> None:
+    L, H, K = 35, shape.H, 128
+    C = 3 * H * K
+    state, conv = rand(L, H, K, K, dtype=torch.float32), rand(L, 3, C)
+    kept = [rand(L, 16, H, K, dtype=torch.float32) for _ in range(3)] + [rand(L, 16, C)]
+    state_bytes = H * K * K * 4
+    for T in WIDTHS:
+        args = kda_arguments(shape, T)
+        ref_state, ref_conv = state[0].clone(), conv[0].clone()
+        ref = kda.kda_recurrent_ref(*args, ref_state, ref_conv, num_heads=H, lower_bound=-5.0)
+        if T == 1:
+            got_state, got_conv = state[0].clone(), conv[0].clone()
+            out = kda_triton.step(*args, got_state, got_conv, lower_bound=-5.0)
+            report(rows, f"{shape.name} kda_step", T, error(out, ref), error(got_state, ref_state))
+            us = time_chain([lambda i=i: kda_triton.step(*args, state[i], conv[i], lower_bound=-5.0) for i in range(L)])
+            record(rows, shape, "kda_step", T, us, 2 * state_bytes, bandwidth)
+        for law in (-5.0, None):
+            ref_state, ref_conv = state[0].clone(), conv[0].clone()
+            ref = kda.kda_recurrent_ref(*args, ref_state, ref_conv, num_heads=H, lower_bound=law)
+            out = kda_triton.run_rows(*args, state[0], conv[0], tuple(x[0] for x in kept), lower_bound=law)
+            got_state, got_conv = state[:1].clone(), conv[:1].clone()
+            count = torch.tensor(T, dtype=torch.int32, device="cuda")
+            kda_triton.commit(got_state, got_conv, *(x[:1].contiguous() for x in kept), count)
+            report(rows, f"{shape.name} kda_verify {law}", T, error(out, ref), error(got_state[0], ref_state))
+        for warps, block_v in ((4, 32), (8, 32), (4, 16), (8, 64)):
+            kda_triton._ROWS_WARPS, kda_triton._BLOCK_V = warps, block_v
+            us = time_chain(
+                [
+                    lambda i=i: kda_triton.run_rows(
+                        *args, state[i], conv[i], tuple(x[i] for x in kept), lower_bound=-5.0
+                    )
+                    for i in range(L)
+                ]
+            )
+            record(rows, shape, f"kda_verify w{warps} v{block_v}", T, us, state_bytes, bandwidth)
+    kda_triton._ROWS_WARPS, kda_triton._BLOCK_V = 4, 32
+    count = torch.tensor(5, dtype=torch.int32, device="cuda")
+    us = time_chain([lambda: kda_triton.commit(state, conv, *kept, count) for _ in range(4)])
+    record(rows, shape, "kda_commit", 16, us, 2 * L * state_bytes, bandwidth)
+    args = kda_arguments(shape, 2048)
+    us = time_chain([lambda: kda_triton.run_rows(*args, state[0], conv[0], None, lower_bound=-5.0) for _ in range(2)])
+    record(rows, shape, "kda_chunk", 2048, us, 2 * state_bytes + 2048 * (C + 3 * H * K) * 2, bandwidth)
+
+
+def bench_mla(shape: Shape, bandwidth: float, rows: list[dict]) -> None:
+    L, H, K, V, R, P = 12, shape.H, 128, 128, 512, 64
+    S = CONTEXT_LEN + 4096
+    caches = [rand(S, R + P) for _ in range(L)]
+    weights = [rand(H * (K + V), R, scale=R**-0.5) for _ in range(L)]
+    angle = torch.rand(S, P // 2, device="cuda") * 6
+    cos, sin = angle.cos(), angle.sin()
+    norm = torch.ones(R, dtype=torch.bfloat16, device="cuda")
+    context_len = torch.tensor(CONTEXT_LEN, dtype=torch.int32, device="cuda")
+    options = {"num_heads": H, "v_head_dim": V, "scale": (K + P) ** -0.5}
+    for T in (*WIDTHS, 2048):
+        q, kv, gate = rand(T, H * (K + P)), rand(T, R + P), rand(T, H)
+
+        def call(i: int, form: Callable = mla_triton.attend) -> torch.Tensor:
+            return form(q, kv, gate, norm, 1e-6, weights[i], caches[i], context_len, cos, sin, **options)
+
+        report(
+            rows,
+            f"{shape.name} mla",
+            T,
+            error(call(0), call(0, mla.mla_attention_ref if T < 100 else mla.mla_naive_ref)),
+            0.0,
+        )
+        num_bytes = 2 * ((CONTEXT_LEN + T) * (R + P) + H * (K + V) * R)
+        for splits, block_s in [(32, 64), (64, 64), (64, 32), (132, 64)] if T <= 16 else [(1, 32), (1, 64)]:
+            mla_triton._MAX_SPLITS, mla_triton._BLOCK_S = splits, block_s
+            us = time_chain([lambda i=i: call(i) for i in range(L if T <= 16 else 2)])
+            record(rows, shape, f"mla s{splits} b{block_s}", T, us, num_bytes, bandwidth)
+    mla_triton._MAX_SPLITS, mla_triton._BLOCK_S = 64, 64
+
+
+def report(rows: list[dict], name: str, T: int, out_error: float, state_error: float) -> None:
+    print(f"check {name:32s} T={T:<5d} out {out_error:.2e} state {state_error:.2e}", flush=True)
+    assert out_error < 2e-2 and state_error < 1e-4, name
+
+
+def record(
+    rows: list[dict], shape: Shape, name: str, T: int, us: tuple[float, float], num_bytes: float, bandwidth: float
+) -> None:
+    floor = num_bytes / bandwidth / 1e3
+    rows.append(
+        {
+            "shape": shape.name,
+            "operator": name,
+            "width": T,
+            "kernel_us": round(us[0], 2),
+            "spread_us": round(us[1], 2),
+            "floor_us": round(floor, 2),
+            "share_of_floor": round(floor / us[0], 3),
+        }
+    )
+    print(
+        f"{shape.name:10s} {name:34s} T={T:<5d} {us[0]:8.2f} us  floor {floor:7.2f}  {100 * floor / us[0]:5.1f} %",
+        flush=True,
+    )
+
+
+def bench_moe(shape: Shape, bandwidth: float, rows: list[dict], *, is_tuning: bool) -> None:
+    bench = MoeBench(shape)
+    base = moe_triton.StepSettings()
+    for T in WIDTHS:
+        report(rows, f"{shape.name} moe", T, bench.check(T, base), 0.0)
+    ups = [(16, 128, 4, 4), (64, 128, 4, 3), (32, 256, 4, 3)]
+    downs = [(32, 128, 4, 4, 16), (64, 128, 4, 4, 8), (64, 128, 4, 3, 16), (64, 128, 4, 3, 32), (32, 256, 4, 3, 16)]
+    for T in WIDTHS:
+        best, best_us = base, bench.time(T, base)
+        if is_tuning:
+            for block_f, block_d, warps, stages in ups:
+                trial = replace(
+                    base, gate_up_block_f=block_f, gate_up_block_d=block_d, gate_up_warps=warps, gate_up_stages=stages
+                )
+                us = bench.time(T, trial)
+                print(f"  up   {block_f, block_d, warps, stages} T={T} {us[0]:.2f}", flush=True)
+                if us[0] < best_us[0]:
+                    best, best_us = trial, us
+            start = best
+            for block_d, block_f, warps, stages, splits in downs:
+                trial = replace(
+                    start,
+                    down_block_d=block_d,
+                    down_block_f=block_f,
+                    down_warps=warps,
+                    down_stages=stages,
+                    down_splits=splits,
+                )
+                us = bench.time(T, trial)
+                print(f"  down {block_d, block_f, warps, stages, splits} T={T} {us[0]:.2f}", flush=True)
+                if us[0] < best_us[0]:
+                    best, best_us = trial, us
+            print("best", T, best)
+        record(rows, shape, "moe", T, best_us[:2], best_us[2], bandwidth)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--json")
+    parser.add_argument("--shapes", default="flash-tp1,flash-tp2,tiny")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    rows: list[dict] = []
+    bandwidth = measure_read_bandwidth()
+    print(f"read bandwidth {bandwidth:.0f} GB/s")
+    chosen = [shape for shape in SHAPES if shape.name in arguments.shapes.split(",")]
+    for shape, part in itertools.product(chosen, ("moe", "kda", "mla")):
+        if part == "moe":
+            bench_moe(shape, bandwidth, rows, is_tuning=arguments.tune)
+        elif part == "kda":
+            bench_kda(shape, bandwidth, rows)
+        else:
+            bench_mla(shape, bandwidth, rows)
+    with programmatic_launch(False):
+        bench_moe(chosen[0], bandwidth, rows, is_tuning=False)
+    result = {
+        "case": "kernels",
+        "device": torch.cuda.get_device_name(),
+        "bandwidth_gb_per_s": round(bandwidth),
+        "rows": rows,
+    }
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump(result, file, indent=1)
+    print(json.dumps({k: v for k, v in result.items() if k != "rows"}))
+
+
+if __name__ == "__main__":
+    main()
