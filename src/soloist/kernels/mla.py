@@ -20,8 +20,8 @@ from soloist.kernels.check import FLOATS, expect, use_reference
 from soloist.kernels.norm import rms_norm_ref
 from soloist.kernels.rotary import apply_rotary_ref
 
-# Queries at which expanding the cache costs less than absorbing it: (Kn+V) R S per head against (2R - Kn - V) T S.
-MIN_ROWS_TO_EXPAND = 160
+# Queries from which on expanding the cache costs less than absorbing the maps: (Kn+V) R S a head against (2R-Kn-V) T S.
+MIN_ROWS_TO_EXPAND = 170
 # Queries that attend at once; bounds the scores to H * 128 * S.
 MAX_ROWS = 128
 
