@@ -59,47 +59,50 @@ def _top(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-def _imports(tree: ast.Module) -> Iterator[tuple[ast.stmt, str, bool]]:
-    """Yield every import as (node, dotted module or module.name, whether it is inside a function)."""
-    in_function = {
-        id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef) for n in ast.walk(f)
-    }
+def _imports(tree: ast.Module) -> Iterator[tuple[ast.stmt, str, str]]:
+    """Yield every import as (node, dotted name, where it stands: "top", "function" or "types")."""
+    where = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            where |= {id(inner): "types" for statement in node.body for inner in ast.walk(statement)}
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            where |= {id(inner): "function" for inner in ast.walk(node)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield node, alias.name, id(node) in in_function
+                yield node, alias.name, where.get(id(node), "top")
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"relative import in line {node.lineno}: imports are absolute"
             for alias in node.names:
                 # `from soloist import engine` names a layer in its alias.
-                yield node, f"{node.module}.{alias.name}", id(node) in in_function
+                yield node, f"{node.module}.{alias.name}", where.get(id(node), "top")
 
 
 def problems(source: str, path: Path) -> list[str]:
     """List what breaks the import rule in one file, each with its line."""
     found = []
     importer = _top(path)
-    for node, module, in_function in _imports(ast.parse(source)):
-        where = f"{path.relative_to(SOURCE)}:{node.lineno}: "
+    for node, module, place in _imports(ast.parse(source)):
+        line = f"{path.relative_to(SOURCE)}:{node.lineno}: "
         package, *rest = module.split(".")
         if package == "soloist":
             imported = rest[0] if rest and rest[0] in ROW else None
             if imported is None or importer == "__init__" or imported == importer:
                 pass
             elif (importer, imported) in NEVER:
-                found.append(where + f"{importer} knows nothing of {imported}")
+                found.append(line + f"{importer} knows nothing of {imported}")
             elif ROW[imported] >= ROW[importer] and (importer, imported) not in SAME_ROW:
-                found.append(where + f"{importer} imports {imported}, which is not above it")
+                found.append(line + f"{importer} imports {imported}, which is not above it")
             elif imported in ("train", "server") and importer != "cli":
-                found.append(where + f"nothing but cli imports {imported}")
+                found.append(line + f"nothing but cli imports {imported}")
         elif package in CONFINED_PACKAGES and importer not in CONFINED_PACKAGES[package]:
-            found.append(where + f"{package} belongs to {' and '.join(CONFINED_PACKAGES[package])} only")
+            found.append(line + f"{package} belongs to {' and '.join(CONFINED_PACKAGES[package])} only")
         # The package's face is lazy, so that `soloist --help` need not import torch.
-        if in_function and importer not in ("cli", "__init__") and package not in OPTIONAL_PACKAGES:
-            found.append(where + f"{module} is imported inside a function")
+        if place == "function" and importer not in ("cli", "__init__") and package not in OPTIONAL_PACKAGES:
+            found.append(line + f"{module} is imported inside a function")
         is_heavy = package == "soloist" and rest[:1] and rest[0] in ROW and rest[0] not in LIGHT
-        if not in_function and importer == "cli" and is_heavy:
-            found.append(where + f"cli imports {module} outside its commands: starting it would wait for torch")
+        if place == "top" and importer == "cli" and is_heavy:
+            found.append(line + f"cli imports {module} outside its commands: starting it would wait for torch")
     return found
 
 

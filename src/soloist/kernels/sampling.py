@@ -50,21 +50,25 @@ def draft_counter(context_len: torch.Tensor, rows: torch.Tensor) -> torch.Tensor
         context_len: () integer, committed tokens before the step.
         rows: rows of the step, 0..15.
     """
-    return context_len.long() * 16 + rows
+    return context_len * 16 + rows.long()
 
 
 def uniform_ref(seed: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor:
-    """Philox4x32-10 in int64 arithmetic, which wraps as unsigned multiplication does."""
-    even = torch.stack([torch.full_like(positions, stream), positions & _WORD])  # (2, T): counter words 2 and 0
-    odd = torch.stack([positions >> 32 & _WORD, torch.zeros_like(positions)])  # (2, T): counter words 1 and 3
-    key = torch.stack([seed & _WORD, seed >> 32 & _WORD]).view(2, 1)
+    """Philox4x32-10 in int64 arithmetic, which wraps as unsigned multiplication does.
+
+    Only the low 32 bits of `odd` and of the keys mean anything; `even` is cut to them, as it is multiplied.
+    """
+    word = torch.tensor(_WORD, device=seed.device)
+    shift = torch.tensor(32, device=seed.device)
     multipliers = torch.tensor(_ROUND_MULTIPLIERS, device=seed.device).view(2, 1)
-    steps = torch.tensor(_KEY_STEPS, device=seed.device).view(2, 1)
-    for _ in range(10):
+    steps = torch.tensor(_KEY_STEPS, device=seed.device)
+    keys = torch.stack([seed, seed >> shift]) + steps * torch.arange(10, device=seed.device)[:, None]  # (10, 2)
+    even = torch.stack([torch.full_like(positions, stream), positions & word])  # (2, T): counter words 2 and 0
+    odd = torch.stack([positions >> shift, torch.zeros_like(positions)])  # (2, T): counter words 1 and 3
+    for key in keys.unsqueeze(-1).unbind():
         products = even * multipliers
-        even = ((products >> 32 & _WORD) ^ odd ^ key).flip(0)
-        odd = products & _WORD
-        key = key + steps & _WORD
+        even = ((products >> shift ^ odd ^ key) & word).flip(0)
+        odd = products
     # 23 bits and a half: exact in fp32, never 0, never 1.
     return ((even[1] >> 9).float() + 0.5) * 2.0**-23
 

@@ -1,0 +1,163 @@
+"""The model at work: prefill in chunks, forward passes on the step's rows, and the search for a layer that breaks.
+
+Owns the model, the cache of its one sequence and the step's buffers. Decides nothing about drafts, tokens or requests.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from soloist.errors import UsageError
+from soloist.models.cache import StepKind
+from soloist.models.causal_lm import CausalLM, HiddenCapture
+from soloist.runtime.buffers import StepBuffers
+
+# Prompt tokens of one prefill chunk by device type: enough to keep the matrix products busy, few enough to cancel soon.
+_CHUNK_TOKENS = {"cpu": 128, "cuda": 2048}
+# Rows of a chunk while looking for the layer that breaks; every layer's rows are kept at once.
+_SEARCH_ROWS = 32
+
+# Called after each chunk with its (C,) ids, (C, D) hidden and (C, len(layers), D) captured states.
+ChunkHook = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]
+
+
+class ModelRunner:
+    """Runs one model on one sequence.
+
+    Args:
+        model: the target.
+        max_context_len: most tokens of a request, prompt and answer. None: what the model allows.
+        max_width: T, most rows of a step.
+        num_tokens: N, ids that may be drawn; the model's head may have more rows, as padding. None: all rows.
+        has_draft_probs: whether drafts have a law.
+        capture_layers: layers whose residual stream is kept for the drafter.
+        chunk_tokens: prompt tokens of one prefill chunk. None: by device.
+
+    Raises:
+        ContextLengthError: the model does not allow `max_context_len` tokens.
+        UsageError: `max_context_len` leaves no room for a prompt and an answer.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        *,
+        max_context_len: int | None = None,
+        max_width: int = 1,
+        num_tokens: int | None = None,
+        has_draft_probs: bool = False,
+        capture_layers: tuple[int, ...] = (),
+        chunk_tokens: int | None = None,
+    ) -> None:
+        self.model = model
+        limit = model.config.max_position_embeddings
+        wanted = limit if max_context_len is None else max_context_len
+        if wanted < 2:
+            raise UsageError(f"a context of {wanted} tokens; allowed: at least 2, one of prompt and one of answer")
+        # The last token of an answer enters no cache; a last step of T rows may write T - 2 rows behind it.
+        overhang = max(0, max_width - 2)
+        self.cache = model.make_cache(wanted if wanted > limit else min(wanted + overhang, limit), max_width)
+        self.max_context_len = min(wanted, self.cache.max_context_len - overhang)
+        self.buffers = StepBuffers.allocate(
+            max_width=max_width,
+            num_tokens=num_tokens or model.config.vocab_size,
+            has_draft_probs=has_draft_probs,
+            device=self.cache.context_len.device,
+        )
+        device = self.cache.context_len.device
+        self.chunk_tokens = chunk_tokens or _CHUNK_TOKENS.get(device.type, 128)
+        self.capture = None
+        if capture_layers:
+            shape = (max(self.chunk_tokens, max_width), len(capture_layers), model.config.hidden_size)
+            hidden = torch.zeros(shape, dtype=model.dtype, device=device)
+            self.capture = HiddenCapture(layers=capture_layers, hidden=hidden)
+
+    def prefill(
+        self,
+        input_ids: torch.Tensor,
+        *,
+        on_chunk: ChunkHook,
+        on_progress: Callable[[int, int], None] | None = None,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """Put prompt tokens into the empty cache, chunk by chunk.
+
+        Args:
+            input_ids: (n,) int64 on the model's device, n at least 0.
+            on_chunk: what reads each chunk's hidden states.
+            on_progress: called with (tokens done, tokens in all) before the first chunk and after each.
+            is_cancelled: asked before each chunk.
+
+        Returns:
+            Whether all tokens were read; False after a cancel.
+        """
+        self.cache.reset()
+        total = input_ids.shape[0]
+        for start in range(0, total, self.chunk_tokens):
+            if on_progress is not None:
+                on_progress(start, total)
+            if is_cancelled():
+                return False
+            chunk = input_ids[start : start + self.chunk_tokens]  # (C,)
+            hidden = self.model.forward(chunk, self.cache, StepKind.PREFILL, capture=self.capture)  # (C, D)
+            on_chunk(chunk, hidden, self.captured(chunk.shape[0]))
+            self.cache.commit(chunk.shape[0], StepKind.PREFILL)
+        if on_progress is not None:
+            on_progress(total, total)
+        return not is_cancelled()
+
+    def forward(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the first rows of the step's input behind the committed sequence; nothing is committed.
+
+        Args:
+            num_rows: T of this step. The rows from `buffers.width` on are padding.
+
+        Returns:
+            (T, D) residual stream before the final norm; (T, N) fp32 logits of the tokens that may be drawn.
+        """
+        buffers = self.buffers
+        # One row needs no verification: it is part of the sequence whatever follows.
+        kind, width = (StepKind.DECODE, None) if num_rows == 1 else (StepKind.VERIFY, buffers.width)
+        hidden = self.model.forward(buffers.input_ids[:num_rows], self.cache, kind, width=width, capture=self.capture)
+        logits = self.model.compute_logits(hidden)
+        return hidden, logits[:, : buffers.num_tokens]
+
+    def commit(self, num_committed: torch.Tensor, num_rows: int) -> None:
+        """Advance the cache by the first `num_committed` () int32 rows of the last step, which had `num_rows`."""
+        self.cache.commit(num_committed, StepKind.DECODE if num_rows == 1 else StepKind.VERIFY)
+
+    def captured(self, num_rows: int) -> torch.Tensor | None:
+        """Give what the last forward pass kept of the capture layers: (T, layers, D); None without capture layers."""
+        return None if self.capture is None else self.capture.hidden[:num_rows]
+
+    def locate_non_finite(self, token_ids: Sequence[int]) -> str:
+        """Run a sequence again, with every layer watched, and say in words where the first NaN or infinity arises.
+
+        The cache is left empty.
+
+        Args:
+            token_ids: prompt and answer, up to the token whose step failed.
+        """
+        config = self.model.config
+        layers = tuple(range(-1, config.num_hidden_layers))
+        device = self.cache.context_len.device
+        shape = (_SEARCH_ROWS, len(layers), config.hidden_size)
+        capture = HiddenCapture(layers=layers, hidden=torch.zeros(shape, dtype=self.model.dtype, device=device))
+        input_ids = torch.tensor(token_ids, device=device)
+        self.cache.reset()
+        try:
+            for start in range(0, len(token_ids), _SEARCH_ROWS):
+                chunk = input_ids[start : start + _SEARCH_ROWS]
+                hidden = self.model.forward(chunk, self.cache, StepKind.PREFILL, capture=capture)
+                self.cache.commit(chunk.shape[0], StepKind.PREFILL)
+                is_bad = ~capture.hidden[: chunk.shape[0]].isfinite().all(-1)  # (C, L+1)
+                if is_bad.any():
+                    layer = layers[int(is_bad.any(0).int().argmax())]
+                    position = start + int(is_bad[:, layer + 1].int().argmax())
+                    name = "the embedding" if layer < 0 else f"layer {layer}"
+                    return f"{name} is the first whose output is not finite, at position {position}"
+                if not self.model.compute_logits(hidden).amax(-1).isfinite().all():
+                    return "every layer's output is finite, the output head's is not"
+        finally:
+            self.cache.reset()
+        return "the same tokens, run again in one piece, gave finite values everywhere"
