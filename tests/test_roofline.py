@@ -158,7 +158,7 @@ def test_the_mtp_layer_reads_the_published_bytes():
     target = model_class(model_class.config_class.from_dict(read_config("ling-3.0-flash")), RecordingSource())
     counted = CountingSource(RecordingSource())
     mtp = BailingMoeV3MTP(target, counted)
-    footprint = counted.footprint(mtp.make_cache(1), num_layers=1, num_experts_per_tok=8)
+    footprint = counted.footprint(mtp.make_cache(1), target.config, num_layers=1)
     assert footprint.parameters == 3_072_194_048
     assert footprint.bytes_per_token == pytest.approx(0.199e9, rel=5e-3)
     assert footprint.kv_bytes_per_position == 1152
@@ -192,6 +192,7 @@ def test_the_count_of_a_config_is_that_of_the_model_it_describes(family, tmp_pat
     footprint = footprint_of(config_json, torch.float32)
     model = load_model(config_json, dtype=torch.float32, weights="random")
     assert footprint.weight_bytes == model.report.weight_bytes
+    assert footprint == model.footprint
     cache = model.make_cache(11)
     rows = [t for t in ((cache.kv.k, cache.kv.v) if cache.kv else ()) if t is not None]
     rows += [cache.latent.latent] if cache.latent else []
@@ -206,7 +207,7 @@ def test_counting_around_a_real_source_gives_the_bytes_it_holds(packing):
     counted = CountingSource(source)
     model_class = MODELS["LlamaForCausalLM"]
     model = model_class(model_class.config_class.from_dict(config_json), counted)
-    footprint = counted.footprint(model.make_cache(1), num_layers=3, num_experts_per_tok=0)
+    footprint = counted.footprint(model.make_cache(1), model.config, num_layers=3)
     assert footprint.weight_bytes == source.report().weight_bytes
     assert footprint.parameters == footprint_of(config_json).parameters
     # Everything but the table is read once, and one row of that.

@@ -9,6 +9,7 @@ import torch
 from soloist.errors import CheckpointError, ModelNotFoundError, UnsupportedError, UsageError
 from soloist.models.bailing_moe_v3 import BailingMoeV3ForCausalLM
 from soloist.models.causal_lm import CausalLM
+from soloist.models.footprint import CountingSource
 from soloist.models.gguf import GGUFFile
 from soloist.models.gguf_source import GGUFSource, config_json, shapes_by_name
 from soloist.models.kimi_linear import KimiLinearForCausalLM
@@ -118,7 +119,9 @@ def load_model(
     weights_dtype: WeightsDtype | None = None,
     progress: Progress | None = None,
 ) -> CausalLM:
-    """Make a model and fill in its weights. What was loaded, and what packing cost, is in the model's `report`.
+    """Make a model and fill in its weights.
+
+    What was loaded, and what packing cost, is in the model's `report`; what a step of it reads, in its `footprint`.
 
     Args:
         model: a folder with config.json and safetensors, a GGUF file, or a parsed config.json (random weights only).
@@ -143,7 +146,7 @@ def load_model(
     model_class = find_model_class(given)
     config = model_class.config_class.from_dict(given)
     asked = RecordingSource(dtype)
-    model_class(config, asked)
+    blueprint = model_class(config, asked)
     source: LoadingSource
     if weights == "random":
         source = RandomSource(seed, placement)
@@ -157,6 +160,8 @@ def load_model(
     else:
         raise UsageError("a config alone has no weights: give a folder or a GGUF file, or take random weights")
     check_weights_fit(asked, placement)
-    loaded = model_class(config, source)
+    counted = CountingSource(source)
+    loaded = model_class(config, counted)
     loaded.report = source.report()
+    loaded.footprint = counted.footprint(blueprint.make_cache(1), config, num_layers=config.num_hidden_layers)
     return loaded

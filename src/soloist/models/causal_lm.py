@@ -8,6 +8,7 @@ import torch
 
 from soloist.models.cache import Cache, StepKind
 from soloist.models.weights import LoadReport, WeightSource
+from soloist.roofline import Footprint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,8 @@ class CausalLM(ABC):
     device: torch.device
     # How the weights were loaded; set by `load_model`.
     report: LoadReport
+    # What a step reads, the weights as they are held; set by `load_model`.
+    footprint: Footprint
 
     @classmethod
     def ignores_tensor(cls, config: "ModelConfig", name: str) -> bool:

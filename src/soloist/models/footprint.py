@@ -90,13 +90,13 @@ class CountingSource(WeightSource):
                 self._counts[part.name] = replace(count, reads=Reads.EXPERTS, num_choices=num_experts)
         return stacked
 
-    def footprint(self, cache: Cache, *, num_layers: int, num_experts_per_tok: int) -> Footprint:
+    def footprint(self, cache: Cache, config: ModelConfig, *, num_layers: int) -> Footprint:
         """Sum up by part what the source gave since it was made.
 
         Args:
-            cache: state of one sequence of the model that was built.
-            num_layers: its layers.
-            num_experts_per_tok: experts a token chooses in a layer; 0 for a model without experts.
+            cache: state of one sequence of what was built; on the meta device it costs nothing.
+            config: of the model.
+            num_layers: decoder layers that were built.
         """
         by_part: dict[str, WeightPart] = {}
         mixers = self._mixers()
@@ -122,7 +122,7 @@ class CountingSource(WeightSource):
         return Footprint(
             parts=tuple(by_part.values()),
             num_layers=num_layers,
-            num_experts_per_tok=num_experts_per_tok,
+            num_experts_per_tok=config.moe.router.num_experts_per_tok if isinstance(config, HybridConfig) else 0,
             state_bytes=_held_bytes(recurrent.state) if recurrent else 0,
             conv_state_bytes=_held_bytes(recurrent.conv) if recurrent else 0,
             kv_bytes_per_position=kv_bytes,
@@ -174,8 +174,4 @@ def model_footprint(
     """
     counted = CountingSource(RecordingSource(dtype))
     model = model_class(config, counted)
-    return counted.footprint(
-        model.make_cache(1),
-        num_layers=config.num_hidden_layers,
-        num_experts_per_tok=config.moe.router.num_experts_per_tok if isinstance(config, HybridConfig) else 0,
-    )
+    return counted.footprint(model.make_cache(1), config, num_layers=config.num_hidden_layers)
