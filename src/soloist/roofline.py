@@ -181,7 +181,10 @@ class Footprint:
         return floor_ms(step.total + draft_bytes, bandwidth_gb_per_s) + num_all_reduces * all_reduce_us / 1e3
 
     def describe(self) -> dict[str, Any]:
-        """Give the figures of `soloist models describe --json`; weight bytes by part, with their sum under `total`."""
+        """Give the figures of `soloist models describe --json`.
+
+        Weight bytes are by part, with their sum under `total`; bytes by width are of a whole step without a context.
+        """
         widths = (1, 2, 4, 6, 8, 9, 10, 16)
         by_part = {part.name: part.weight_bytes for part in self.parts}
         return {
@@ -189,7 +192,9 @@ class Footprint:
             "weight_bytes": by_part | {"total": self.weight_bytes},
             "bytes_per_token": round(self.bytes_per_token),
             "bytes_by_width": {str(width): round(self.step_bytes(width).total) for width in widths},
-            "distinct_experts_by_width": {str(width): round(self.distinct_experts(width), 1) for width in widths},
+            "distinct_experts_by_width": {
+                str(width): round(self.distinct_experts(width), 1) for width in widths if self.num_experts
+            },
             "state_bytes": self.state_bytes,
             "conv_state_bytes": self.conv_state_bytes,
             "kv_bytes_per_position": self.kv_bytes_per_position,
