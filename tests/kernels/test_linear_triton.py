@@ -1,0 +1,145 @@
+"""The strip kernels equal the references, give a row the same bits at every width, and read nothing past the width."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from soloist.kernels import linear_triton
+from soloist.kernels.launch import IS_INTERPRETED, arrival_counters, programmatic_launch
+from soloist.kernels.linear import linear_ref, norm_swiglu
+from soloist.kernels.norm import rms_norm_ref
+from tests.kernels.limits import LIMITS, assert_near
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# The interpreter truncates to bf16 where hardware rounds to nearest, so there everything is fp32.
+DTYPE = torch.float32 if IS_INTERPRETED else torch.bfloat16
+EPS = 1e-5
+
+TWO_WARPS = linear_triton.StripSettings(warps=2, run=1, tiles=2, ahead=2, outputs=16)
+SETTINGS = [
+    TWO_WARPS,
+    # One long run; outputs that do not fill the tiles; more chunks ahead than there are.
+    linear_triton.StripSettings(warps=1, run=4, tiles=4, ahead=3, outputs=27),
+    # One tile, a chunk at a time.
+    linear_triton.StripSettings(warps=4, run=2, tiles=1, ahead=1, outputs=8),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_memory_is_nan() -> Iterator[None]:
+    torch.manual_seed(0)
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+def rand(*shape: int, scale: float = 1.0, dtype: torch.dtype = DTYPE) -> torch.Tensor:
+    return (torch.randn(shape, device=DEVICE) * scale).to(dtype)
+
+
+def rows(T: int, size: int) -> torch.Tensor:
+    """T rows of a wider buffer; what is beside and below them is noise."""
+    buffer = torch.full((T + 3, size + 16), 1e30, device=DEVICE, dtype=DTYPE)
+    buffer[:T, :size] = rand(T, size)
+    return buffer[:T, :size]
+
+
+def assert_close(out: torch.Tensor, ref: torch.Tensor) -> None:
+    """The operands are rounded to DTYPE whatever the dtype of the result."""
+    assert_near(out, ref, LIMITS[DTYPE])
+
+
+def norm_weight(size: int) -> torch.Tensor:
+    return torch.rand(size, device=DEVICE).add(0.5).to(DTYPE)
+
+
+@pytest.mark.parametrize("T", [1, 2, 3, 8, 9, 16])
+def test_norm_linear_equals_its_reference(T: int):
+    O, I = 53, 200
+    x, weight, bias, norm = rows(T, I), rand(O, I, scale=I**-0.5), rand(O), norm_weight(I)
+    out = linear_triton.linear_step(x, norm, EPS, weight, bias, None, torch.float32, TWO_WARPS)
+    assert_close(out, linear_ref(rms_norm_ref(x.float(), norm, EPS), weight.float(), bias.float()))
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize(("O", "I"), [(1, 8), (29, 264), (64, 256)])
+def test_every_setting_gives_the_reference(settings: linear_triton.StripSettings, O: int, I: int):
+    x, weight, residual = rows(5, I), rand(O, I, scale=I**-0.5), rand(5, O)
+    out = linear_triton.linear_step(x, None, 0.0, weight, None, residual, DTYPE, settings)
+    assert_close(out, linear_ref(x.float(), weight.float()) + residual.float())
+
+
+@pytest.mark.parametrize("splits", [2, 3])
+def test_programs_that_share_a_strip_add_up_and_leave_their_counters_at_zero(splits: int):
+    O, I, T = 37, 328, 11
+    settings = dataclasses.replace(TWO_WARPS, splits=splits)
+    x, weight, residual = rows(T, I), rand(O, I, scale=I**-0.5), rand(T, O)
+    for _ in range(2):
+        out = linear_triton.linear_step(x, None, 0.0, weight, None, residual, torch.float32, settings)
+        assert_close(out, linear_ref(x.float(), weight.float()) + residual.float())
+    assert not arrival_counters(DEVICE).any()
+
+
+@pytest.mark.parametrize("limit", [None, 0.4])
+@pytest.mark.parametrize("T", [1, 7, 13])
+def test_swiglu_equals_its_reference(T: int, limit: float | None):
+    F, I = 21, 136
+    x, gate_up, norm = rows(T, I), rand(2 * F, I, scale=I**-0.5), norm_weight(I)
+    settings = dataclasses.replace(TWO_WARPS, outputs=8)
+    out = linear_triton.swiglu_step(x, norm, EPS, gate_up, limit, settings)
+    ref = norm_swiglu(x.float().cpu(), norm.float().cpu(), EPS, gate_up.float().cpu(), limit)
+    assert_close(out, ref.to(DEVICE))
+
+
+def test_argmax_takes_the_lowest_of_equals_and_no_padding_row():
+    N, padded, I, T = 61, 70, 72, 9
+    x, weight, norm = rows(T, I), rand(padded, I), norm_weight(I)
+    # Token t likes row 6 t + 3 best, token 2 row 40 just as well, and token 0 the padding rows, were they asked.
+    winners = 6 * torch.arange(T, device=DEVICE) + 3
+    weight[winners] = 3 * x
+    weight[40] = weight[15]
+    weight[N:] = 50 * x[:1]
+    ids, best = linear_triton.argmax_step(x, norm, EPS, weight, N, TWO_WARPS)
+    logits = linear_ref(rms_norm_ref(x.float(), norm, EPS), weight[:N].float())
+    assert torch.equal(ids, winners)
+    assert_close(best, logits.amax(1))
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_row_has_the_same_bits_at_every_width(splits: int):
+    O, I = 37, 200
+    settings = dataclasses.replace(TWO_WARPS, splits=splits)
+    x, weight, norm = rows(16, I), rand(O, I), norm_weight(I) if splits == 1 else None
+    all_rows = linear_triton.linear_step(x, norm, EPS, weight, None, None, torch.float32, settings)
+    for T in (1, 2, 8, 9):
+        some_rows = linear_triton.linear_step(x[:T], norm, EPS, weight, None, None, torch.float32, settings)
+        assert torch.equal(some_rows, all_rows[:T])
+        if IS_INTERPRETED:
+            # NumPy's matrix product depends on where a row stands.
+            continue
+        last_row = linear_triton.linear_step(x[T - 1 : T], norm, EPS, weight, None, None, torch.float32, settings)
+        assert torch.equal(last_row[0], all_rows[T - 1])
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="launches overlap on a GPU only")
+def test_chained_launches_wait_for_each_other():
+    x, weight, norm = rand(3, 2048), rand(2048, 2048, scale=2048**-0.5), norm_weight(2048)
+    settings = linear_triton.StripSettings(warps=4, run=4, tiles=2, ahead=2, outputs=16)
+
+    def chain() -> torch.Tensor:
+        y = x
+        for _ in range(30):
+            y = linear_triton.linear_step(y, norm, EPS, weight, None, y, DTYPE, settings)
+        return y
+
+    with programmatic_launch(False):
+        one_by_one = chain()
+    for _ in range(20):
+        assert torch.equal(chain(), one_by_one)
