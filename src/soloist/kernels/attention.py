@@ -75,20 +75,14 @@ def _attention_row_cpu(
     """Compute `attention` of one token: the same in half the calls, which are what it costs on a CPU."""
     H, G, K = num_heads, num_kv_heads, k_cache.shape[2]
     start = int(context_len)
-    heads = qkv.view(H + 2 * G, K)  # (H+2G, K)
-    qk = _norm_heads(heads[: H + G].float(), H, q_norm, k_norm, eps)  # (H+G, K)
-    c, s = cos[start], sin[start]  # (K/2) each
-    halves = qk.view(H + G, 2, K // 2)
-    rotated = halves * c  # (H+G, 2, K/2)
-    (a, b), (rotated_a, rotated_b) = halves.unbind(1), rotated.unbind(1)  # (H+G, K/2) each
-    rotated_a.addcmul_(b, s, value=-1)
-    rotated_b.addcmul_(a, s)
-    q, k = rotated.view(H + G, K).split((H, G))
-    k_cache[:, start] = k
-    v_cache[:, start] = heads[H + G :]
+    heads = qkv.view(1, H + 2 * G, K)  # (1, H+2G, K)
+    qk = _norm_heads(heads[:, : H + G].float(), H, q_norm, k_norm, eps)  # (1, H+G, K)
+    qk = apply_rotary_ref(qk, cos[start : start + 1], sin[start : start + 1], False)[0]  # (H+G, K)
+    k_cache[:, start] = qk[H:]
+    v_cache[:, start] = heads[0, H + G :]
     keys, values = k_cache[:, : start + 1].float(), v_cache[:, : start + 1].float()  # (G, S, K) each
     # One query sees every key, so the heads of a group are the rows of a plain matrix product.
-    scores = torch.bmm(q.view(G, H // G, K), keys.transpose(1, 2)).mul_(K**-0.5)  # (G, H/G, S)
+    scores = torch.bmm(qk[:H].view(G, H // G, K), keys.transpose(1, 2)).mul_(K**-0.5)  # (G, H/G, S)
     return torch.bmm(scores.softmax(dim=-1), values).view(1, H * K).to(qkv.dtype)
 
 
@@ -117,8 +111,8 @@ def attention(
             read.
         v_cache: (G, S, K), likewise.
         context_len: () int32, tokens in the cache.
-        cos: (S', K/2) fp32 rotary table, S' >= context_len + T.
-        sin: (S', K/2) fp32.
+        cos: (N, K/2) fp32 rotary table of N >= context_len + T positions.
+        sin: (N, K/2) fp32.
         num_heads: H, a multiple of `num_kv_heads`.
         num_kv_heads: G.
         q_norm: (K) weight of the RMS norm of each query head; None: no norm.
@@ -137,6 +131,9 @@ def attention(
     dims["C"] = (num_heads + 2 * num_kv_heads) * dims["K"]
     expect(qkv, "T C", FLOATS, dims, name="qkv")
     expect(context_len, "", torch.int32, dims, name="context_len")
+    dims["P"] = dims["K"] // 2
+    expect(cos, "N P", torch.float32, dims, name="cos")
+    expect(sin, "N P", torch.float32, dims, name="sin")
     for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
         if norm is not None:
             expect(norm, "K", qkv.dtype, dims, name=name)

@@ -171,10 +171,10 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interlea
 
     Source: Su et al. 2021 (arXiv 2104.09864), equation 34; half-split as in GPT-NeoX.
     """
-    assert x.dtype in FLOATS and x.shape[0] == cos.shape[0] and x.shape[-1] == 2 * cos.shape[1], (x.shape, cos.shape)
-    dims: dict[str, int] = {}
-    expect(cos, "T C", torch.float32, dims, name="cos")
-    expect(sin, "T C", torch.float32, dims, name="sin")
+    assert x.dtype in FLOATS, f"x: dtype {x.dtype}, expected {FLOATS}"
+    dims = {"T": x.shape[0], "P": x.shape[-1] // 2}
+    expect(cos, "T P", torch.float32, dims, name="cos")
+    expect(sin, "T P", torch.float32, dims, name="sin")
     if use_reference(x):
         return apply_rotary_ref(x, cos, sin, interleaved)
     raise NotImplementedError("apply_rotary has no CUDA kernel yet: set SOLOIST_REFERENCE=1")
