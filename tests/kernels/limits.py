@@ -15,8 +15,8 @@ class Limit:
     worst_row: float
 
 
-# One rounding of a result costs 2^-9 / sqrt(3) = 1.1e-3 of its norm in bf16 and 1.4e-4 in fp16; the rest is for a
-# rounded operand on the way.
+# One rounding of a result costs 1.7e-3 of its norm in bf16 and 2.1e-4 in fp16; the rest is for a rounded operand on the
+# way.
 LIMITS = {
     torch.float64: Limit(rms=1e-12, worst_row=1e-11),
     torch.float32: Limit(rms=1e-6, worst_row=1e-5),

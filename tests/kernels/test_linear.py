@@ -234,7 +234,7 @@ class TestInt4:
         codes, scales, _ = self.quantised()
         packed = pack_int4(codes, scales, -8 * scales)
         expected = self.values(codes, scales, -8 * scales)
-        # bf16 keeps 8 bits of a scale: a relative error below 2^-9, and zeros at (8 - 8) * d exactly.
+        # bf16 rounds a scale by at most 2^-8 of it; the zero, (8 - 8) * d, is exact.
         assert ((packed.dequantise() - expected).abs() <= expected.abs() * 2**-8).all()
         assert 1e-4 < packing_error(packed, expected) < 2e-3
 
@@ -243,8 +243,8 @@ class TestInt4:
         packed = pack_int4(codes, scales, mins)
         expected = self.values(codes, scales, mins)
         d, m = scales.double(), mins.double()
-        # bf16 rounds by at most 2^-9 of a value; the scale counts once for each step from code 8.
-        bound = 2**-9 * (8 * d + (m + 8 * d).abs()).repeat_interleave(INT4_GROUP, dim=1)
+        # bf16 rounds by at most 2^-8 of a value; the scale counts once for each step from code 8.
+        bound = 2**-8 * (8 * d + (m + 8 * d).abs()).repeat_interleave(INT4_GROUP, dim=1)
         assert ((packed.dequantise() - expected).abs() <= bound * (1 + 1e-6)).all()
         assert 1e-4 < packing_error(packed, expected) < 4e-3
 
