@@ -1,7 +1,5 @@
 """The words that move a cache: commit, rollback, snapshot, restore, reset; on attention rows and on recurrent state."""
 
-from pathlib import Path
-
 import pytest
 import torch
 

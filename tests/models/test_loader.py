@@ -266,7 +266,7 @@ def test_weights_that_do_not_fit_are_refused_before_memory_is_taken(
 
     monkeypatch.setattr(memory, "free_bytes", lambda device: 1000.0)
     monkeypatch.setattr(LoadingSource, "_stack", no_tensor)
-    with pytest.raises(DoesNotFitError, match="the model needs .* GiB on cpu") as caught:
+    with pytest.raises(DoesNotFitError, match=r"the model needs .* GiB on cpu") as caught:
         load_model(checkpoint)
     assert caught.value.exit_code == 3
 
@@ -347,7 +347,11 @@ def test_a_shape_no_kernel_takes_stays_dense_and_is_reported(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("dtype", "form", "allowed"),
-    [(torch.float32, "int4", "fp32"), (torch.float16, "bf16", "fp16"), (torch.bfloat16, "fp32", "bf16 or fp16 or int8")],
+    [
+        (torch.float32, "int4", "fp32"),
+        (torch.float16, "bf16", "fp16"),
+        (torch.bfloat16, "fp32", "bf16 or fp16 or int8"),
+    ],
 )
 def test_a_form_that_cannot_be_had_is_refused(checkpoint: Path, dtype: torch.dtype, form: Any, allowed: str) -> None:
     with pytest.raises(UnsupportedError, match=rf"'{form}'.*it can be {allowed}"):
