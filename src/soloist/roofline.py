@@ -206,7 +206,7 @@ CPU_MEASURE_BYTES = 2**29
 CUDA_MEASURE_BYTES = 2**32
 
 
-def measure_bandwidth(device: torch.device | str, *, num_bytes: int | None = None, repeats: int = 7) -> float:
+def measure_bandwidth(device: torch.device | str, *, num_bytes: int | None = None, repeats: int = 15) -> float:
     """Measure the read-only bandwidth of a device's memory, in 10^9 bytes per second: the best of some sums.
 
     Args:
