@@ -139,7 +139,7 @@ class Cache:
 
     def _row_tensors(self) -> dict[str, torch.Tensor]:
         """Attention tensors by name, each with the cached positions on its second-to-last axis."""
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         if self.kv is not None:
             tensors |= {"k": self.kv.k, "v": self.kv.v}
         if self.latent is not None:
