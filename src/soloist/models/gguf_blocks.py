@@ -81,16 +81,18 @@ def _q4_k(blocks: torch.Tensor) -> Groups:
 
 def _q5_k(blocks: torch.Tensor) -> Groups:
     q = _nibbles(blocks[:, 48:].unflatten(1, (4, 32))).view(-1, 8, 32)  # (B, 8, 32)
-    # Bit i of byte j is the fifth bit of value j in group i.
-    shifts = torch.arange(8, dtype=torch.uint8)[:, None]
-    q |= (blocks[:, None, 16:48] >> shifts & 1) << 4
+    fifth_bits = blocks[:, 16:48].contiguous()
+    for i in range(8):
+        # Bit i of byte j belongs to value j of group i.
+        q[:, i] |= (fifth_bits >> i & 1) << 4
     return Groups(q.view(-1, 32), *_k_scales(blocks))
 
 
 def _q6_k(blocks: torch.Tensor) -> Groups:
-    q = _nibbles(blocks[:, :128].unflatten(1, (2, 64))).view(-1, 2, 4, 32)
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
-    q |= (blocks[:, 128:192].unflatten(1, (2, 1, 32)) >> shifts & 3) << 4
+    q = _nibbles(blocks[:, :128].unflatten(1, (2, 64))).view(-1, 2, 4, 32)  # (B, 2, 4, 32)
+    high_bits = blocks[:, 128:192].contiguous().view(-1, 2, 32)
+    for i in range(4):
+        q[:, :, i] |= (high_bits >> 2 * i & 3) << 4
     scale = (_half(blocks, 208)[:, None] * blocks[:, 192:208].view(torch.int8)).flatten()
     return Groups(q.view(-1, 16), scale, -32 * scale)
 
