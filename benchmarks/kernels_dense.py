@@ -1,0 +1,564 @@
+"""Time the dense step's kernels by width against the bytes they read, after checking them against fp32.
+
+Run on a CUDA machine: `PYTHONPATH=src python3 benchmarks/kernels_dense.py [--tune] [--json FILE]`. Every call of a
+captured chain reads other weights, more than 200 MB in all, so nothing comes out of the L2. `--tune` also times other
+launch settings.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from soloist.kernels import attention_triton, linear_triton
+from soloist.kernels.attention_triton import SplitSettings
+from soloist.kernels.launch import let_consumers_start, pdl_options, programmatic_launch, wait_for_producers
+from soloist.kernels.linear_triton import StripSettings
+
+WIDTHS = (1, 2, 4, 8, 9, 16)
+CONTEXT_LEN = 8192
+COLD_BYTES = 200e6
+REPLAYS = 7
+EPS = 1e-6
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One linear map of a model."""
+
+    name: str
+    # "norm", "residual", "swiglu" or "argmax".
+    kind: str
+    # Rows and columns of the weight.
+    O: int
+    I: int
+    settings: StripSettings
+    # Other settings to try.
+    others: tuple[StripSettings, ...]
+
+    @property
+    def weight_bytes(self) -> int:
+        return 2 * self.O * self.I
+
+    @property
+    def num_copies(self) -> int:
+        return max(1, math.ceil(COLD_BYTES / self.weight_bytes))
+
+
+def strips(*rows: tuple[int, ...]) -> tuple[StripSettings, ...]:
+    """Settings from (warps, run, tiles, ahead, outputs[, splits[, max_registers]])."""
+    names = ("warps", "run", "tiles", "ahead", "outputs", "splits", "max_registers")
+    return tuple(StripSettings(**dict(zip(names, row, strict=False))) for row in rows)
+
+
+def make_problem(name: str, kind: str, O: int, I: int, *rows: tuple[int, ...]) -> Problem:
+    first, *others = strips(*rows)
+    return Problem(name=name, kind=kind, O=O, I=I, settings=first, others=tuple(others))
+
+
+QWEN_HEADS, QWEN_GROUPS, HEAD_DIM, QWEN_LAYERS = 12, 2, 128, 28
+# The first settings are the ones to beat.
+PROBLEMS = (
+    make_problem(
+        "qwen qkv", "norm", 2048, 1536,
+        (8, 2, 2, 3, 16), (4, 4, 2, 3, 16), (8, 2, 1, 3, 8), (4, 4, 1, 3, 8), (16, 1, 2, 3, 16), (16, 1, 1, 3, 8),
+        (4, 2, 1, 6, 8), (8, 1, 2, 6, 16), (4, 2, 2, 3, 16), (8, 2, 2, 1, 16),
+    ),
+    make_problem(
+        "qwen o", "residual", 1536, 1536,
+        (8, 2, 2, 3, 12), (8, 2, 2, 3, 16), (8, 2, 1, 3, 8), (4, 4, 1, 3, 8), (4, 4, 2, 3, 12), (16, 1, 2, 3, 12),
+        (16, 1, 1, 3, 8), (8, 1, 4, 3, 24, 2), (4, 2, 4, 3, 24, 2), (16, 1, 1, 3, 6),
+    ),
+    make_problem(
+        "qwen gate_up", "swiglu", 17920, 1536,
+        (4, 4, 2, 3, 8), (4, 4, 2, 1, 8), (4, 4, 4, 1, 16), (4, 4, 4, 2, 16), (8, 2, 2, 3, 8), (8, 2, 4, 2, 16),
+        (4, 2, 4, 3, 16), (4, 2, 8, 1, 32), (2, 8, 2, 2, 8), (2, 8, 4, 1, 16), (4, 4, 4, 2, 16, 1, 128),
+        (4, 4, 2, 3, 8, 1, 128), (2, 4, 2, 3, 8), (8, 2, 8, 1, 32), (8, 2, 8, 2, 17), (4, 4, 8, 1, 32),
+    ),
+    make_problem(
+        "qwen down", "residual", 1536, 8960,
+        (8, 2, 2, 3, 12), (16, 1, 2, 3, 12), (16, 2, 2, 2, 12), (8, 4, 2, 2, 12), (8, 2, 1, 4, 8), (16, 1, 1, 4, 6),
+        (8, 2, 2, 3, 16, 2), (8, 2, 2, 3, 12, 2), (4, 4, 2, 3, 12, 2), (8, 2, 4, 2, 24, 2), (8, 2, 4, 2, 32, 3),
+        (8, 2, 4, 2, 24, 4), (16, 1, 4, 2, 24, 2), (4, 4, 1, 4, 6), (8, 2, 2, 3, 12, 1, 128), (4, 2, 2, 3, 12, 4),
+        (8, 2, 8, 1, 64, 5),
+    ),
+    make_problem(
+        "qwen head", "argmax", 151936, 1536,
+        (4, 4, 4, 2, 32), (4, 4, 2, 3, 16), (4, 4, 4, 1, 32), (4, 2, 4, 2, 32), (8, 2, 4, 2, 32), (2, 8, 4, 1, 32),
+        (2, 8, 2, 2, 16), (4, 2, 8, 1, 64), (4, 4, 4, 2, 32, 1, 128), (4, 4, 2, 3, 16, 1, 128), (8, 2, 8, 1, 64),
+        (4, 4, 2, 1, 16),
+    ),
+    make_problem(
+        "ling kda_in", "norm", 20512, 2560,
+        (4, 4, 2, 2, 16), (4, 4, 2, 3, 16), (4, 4, 4, 1, 32), (8, 2, 2, 3, 16), (8, 2, 4, 2, 32), (4, 4, 1, 3, 8),
+        (16, 1, 2, 3, 16), (4, 4, 2, 3, 16, 1, 128), (8, 2, 2, 3, 16, 1, 128), (4, 4, 4, 2, 32, 1, 128),
+    ),
+    make_problem(
+        "ling o", "residual", 2560, 4096,
+        (8, 2, 2, 3, 10), (8, 2, 2, 3, 16), (8, 2, 1, 4, 8), (16, 1, 2, 4, 10), (8, 2, 4, 2, 20), (16, 1, 4, 2, 20),
+        (16, 2, 2, 2, 10), (4, 4, 1, 4, 8), (4, 4, 2, 3, 10), (8, 2, 4, 2, 40, 2), (8, 2, 2, 3, 20, 2),
+    ),
+    make_problem(
+        "ling head", "argmax", 157184, 2560,
+        (4, 4, 4, 2, 32), (4, 4, 2, 3, 16), (8, 2, 4, 2, 32), (4, 4, 4, 2, 32, 1, 128), (4, 4, 2, 3, 16, 1, 128),
+        (8, 2, 2, 3, 16),
+    ),
+)  # fmt: skip
+SPLITS = SplitSettings(splits=64, block_s=128, warps=8)
+OTHER_SPLITS = (
+    SplitSettings(splits=64, block_s=64, warps=4),
+    SplitSettings(splits=64, block_s=64, warps=4, stages=3),
+    SplitSettings(splits=64, block_s=64, warps=8),
+    SplitSettings(splits=32, block_s=128, warps=8),
+    SplitSettings(splits=32, block_s=64, warps=4, stages=3),
+    SplitSettings(splits=128, block_s=64, warps=4),
+    SplitSettings(splits=64, block_s=128, warps=4),
+)
+
+PROMPT_BLOCKS = ((128, 64), (128, 128), (64, 64))
+
+
+@triton.jit(do_not_specialize=["O"])
+def matvec_kernel(
+    x_ptr, norm_ptr, w_ptr, y_ptr, O, I: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """The plain matrix-vector product with the norm in front, to compare: CUDA cores, one chunk of weights ahead."""
+    i_o = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    i_i = tl.arange(0, BLOCK)[None, :]
+    p_w = w_ptr + i_o.to(tl.int64) * I + i_i
+    weights = (tl.load(p_w, mask=(i_o < O) & (i_i < I), other=0.0, eviction_policy="evict_first"),)
+    wait_for_producers(PDL)
+    let_consumers_start(PDL)
+    b_acc = tl.zeros((ROWS, BLOCK // 8), dtype=tl.float32)
+    b_square = tl.zeros((1, BLOCK // 8), dtype=tl.float32)
+    for c in tl.static_range((I + BLOCK - 1) // BLOCK):
+        if (c + 1) * BLOCK < I:
+            mask = (i_o < O) & (i_i + (c + 1) * BLOCK < I)
+            weights = (*weights, tl.load(p_w + (c + 1) * BLOCK, mask=mask, other=0.0, eviction_policy="evict_first"))
+        m_i = i_i + c * BLOCK < I
+        b_x = tl.load(x_ptr + c * BLOCK + i_i, mask=m_i, other=0.0).to(tl.float32)
+        b_square += tl.sum(tl.reshape(b_x * b_x, (1, BLOCK // 8, 8)), axis=2)
+        b_x *= tl.load(norm_ptr + c * BLOCK + i_i, mask=m_i, other=0.0).to(tl.float32)
+        b_acc += tl.sum(tl.reshape(weights[c].to(tl.float32) * b_x, (ROWS, BLOCK // 8, 8)), axis=2)
+    b_y = tl.sum(b_acc, axis=1) / tl.sqrt(tl.sum(b_square) / I + 1e-6)
+    i_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tl.store(y_ptr + i_row, b_y.to(tl.bfloat16), mask=i_row < O)
+
+
+def matvec(x: torch.Tensor, norm: torch.Tensor, weight: torch.Tensor, rows: int, block: int, warps: int) -> None:
+    O, I = weight.shape
+    y = torch.empty(1, O, dtype=BF16, device=x.device)
+    matvec_kernel[triton.cdiv(O, rows),](
+        x, norm, weight, y, O, I, ROWS=rows, BLOCK=block, num_warps=warps, **pdl_options()
+    )
+
+
+MATVECS = ((4, 512, 2), (4, 1024, 4), (8, 512, 2), (8, 512, 4), (16, 256, 4), (8, 256, 4))
+
+
+def apply(
+    problem: Problem,
+    settings: StripSettings,
+    x: torch.Tensor,
+    norm: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor,
+) -> Any:
+    """Launch one linear map."""
+    if problem.kind == "swiglu":
+        return linear_triton.swiglu_step(x, norm, EPS, weight, None, settings)
+    if problem.kind == "argmax":
+        return linear_triton.argmax_step(x, norm, EPS, weight, problem.O, settings)
+    if problem.kind == "norm":
+        return linear_triton.linear_step(x, norm, EPS, weight, residual[0], None, BF16, settings)
+    return linear_triton.linear_step(x, None, 0.0, weight, None, residual, BF16, settings)
+
+
+# --- compiling ahead, in many processes, as if there were no GPU ---
+
+
+class _Target:
+    """A driver that only says what to compile for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+Job = tuple[str, Any, Any, int, bool]
+
+
+def _compile(job: Job) -> None:
+    """Compile one launch: what, which problem, settings, width, and whether it is launched dependently."""
+    what, problem, settings, T, is_dependent = job
+    run = JITFunction.run
+    driver.set_active(_Target())
+
+    def compile_only(self: JITFunction, *args: Any, warmup: bool, **kwargs: Any) -> Any:
+        return run(self, *args, warmup=True, **kwargs)
+
+    JITFunction.run = compile_only
+    with programmatic_launch(is_dependent):
+        if what == "linear":
+            num_outputs = problem.O // 2 if problem.kind == "swiglu" else problem.O
+            shapes = ((T, problem.I), (problem.I,), (problem.O, problem.I), (T, num_outputs))
+            apply(problem, settings, *(torch.empty(shape, dtype=BF16) for shape in shapes))
+        elif what == "matvec":
+            shapes = ((1, problem.I), (problem.I,), (problem.O, problem.I))
+            matvec(*(torch.empty(shape, dtype=BF16) for shape in shapes), *settings)
+        elif what == "prompt":
+            i = AttentionInputs(64, 1, "cpu")
+            args = (i.qkv, i.k[0], i.v[0], i.context_len, i.cos, i.sin, QWEN_HEADS, None, None, EPS)
+            attention_triton.attend_prompt(*args, block_t=settings[0], block_s=settings[1])
+        else:
+            attend(AttentionInputs(T, 1, "cpu"), 0, settings)
+    JITFunction.run = run
+
+
+def compile_all(pool: Any, jobs: list[Job]) -> None:
+    """Fill Triton's cache on disk."""
+    start = time.time()
+    for _ in pool.imap_unordered(_compile, jobs):
+        pass
+    print(f"compiled {len(jobs)} launches in {time.time() - start:.0f} s", flush=True)
+
+
+# --- measuring ---
+
+
+@triton.jit
+def read_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr, REPEATS: tl.constexpr):
+    """Sum a run of BLOCK * REPEATS values."""
+    base = tl.program_id(0).to(tl.int64) * (BLOCK * REPEATS)
+    b_sum = tl.zeros((BLOCK,), dtype=tl.float32)
+    for i in tl.static_range(REPEATS):
+        b_sum += tl.load(x_ptr + base + i * BLOCK + tl.arange(0, BLOCK), eviction_policy="evict_first")
+    tl.store(y_ptr + tl.program_id(0), tl.sum(b_sum, axis=0))
+
+
+def measure_read_bandwidth() -> float:
+    """Best read-only bandwidth of a sum over 4 GB, GB/s."""
+    x = torch.empty(1 << 30, dtype=torch.float32, device="cuda").normal_()
+    best = 0.0
+    for block, repeats, warps in ((4096, 4, 8), (4096, 8, 8), (2048, 8, 4)):
+        programs = x.numel() // (block * repeats)
+        y = torch.empty(programs, device="cuda")
+        for _ in range(5):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            read_kernel[programs,](x, y, BLOCK=block, REPEATS=repeats, num_warps=warps)
+            end.record()
+            end.synchronize()
+            best = max(best, x.numel() * 4 / start.elapsed_time(end) / 1e6)
+    return best
+
+
+def time_chain(calls: list[Callable[[], object]], replays: int = REPLAYS) -> tuple[float, float]:
+    """Median and spread of the time per call in us, from replays of one captured chain."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        calls[0]()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+    times = []
+    graph.replay()
+    torch.cuda.synchronize()
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(times), max(times) - min(times)
+
+
+def rand(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return torch.empty(shape, dtype=BF16, device="cuda").normal_(std=scale)
+
+
+class Weights:
+    """Copies of one problem's weight, and what else it needs."""
+
+    def __init__(self, problem: Problem) -> None:
+        p = problem
+        self.problem = p
+        self.copies = [rand(p.O, p.I, scale=p.I**-0.5) for _ in range(p.num_copies)]
+        self.norm = rand(p.I, scale=0.1) + 1
+        self.x = rand(16, p.I)
+        self.residual = rand(16, p.O)
+
+    def calls(self, T: int, settings: StripSettings) -> list[Callable[[], object]]:
+        x, residual = self.x[:T], self.residual[:T]
+        num_calls = max(len(self.copies), 4)
+        cycle = itertools.islice(itertools.cycle(self.copies), num_calls)
+        return [
+            lambda w=w: apply(self.problem, settings, x, self.norm, w, residual)  # type: ignore[misc]
+            for w in cycle
+        ]
+
+    def reference(self, T: int) -> torch.Tensor:
+        x = self.x[:T].float()
+        if self.problem.kind != "residual":
+            x = F.rms_norm(x, (self.problem.I,), self.norm.float(), EPS)
+        y = x @ self.copies[0].float().T
+        if self.problem.kind == "residual":
+            y = y + self.residual[:T].float()
+        if self.problem.kind == "norm":
+            y = y + self.residual[0].float()
+        if self.problem.kind == "swiglu":
+            gate, up = y.chunk(2, dim=1)
+            y = F.silu(gate) * up
+        return y
+
+    def error(self, T: int, settings: StripSettings, reference: torch.Tensor) -> float:
+        """Relative RMS error; for an argmax the worst distance of the chosen logit from the best."""
+        out = apply(self.problem, settings, self.x[:T], self.norm, self.copies[0], self.residual[:T])
+        reference = reference[:T]
+        if self.problem.kind == "argmax":
+            ids, best = out
+            chosen = reference.gather(1, ids[:, None])[:, 0]
+            return max((reference.amax(1) - chosen).max().item(), (best - chosen).abs().max().item())
+        return ((out.float() - reference).norm() / reference.norm()).item()
+
+
+class AttentionInputs:
+    """Caches of many layers and one step's rows, at Qwen2.5-1.5B's shapes."""
+
+    def __init__(self, T: int, num_layers: int, device: str = "cuda", context_len: int = CONTEXT_LEN) -> None:
+        H, G, K = QWEN_HEADS, QWEN_GROUPS, HEAD_DIM
+        S = context_len + 256
+        shape = (num_layers, G, S, K)
+        self.k, self.v = (torch.empty(shape, dtype=BF16, device=device) for _ in range(2))
+        self.qkv = torch.empty(T, (H + 2 * G) * K, dtype=BF16, device=device)
+        self.cos, self.sin = torch.ones(S, K // 2, device=device), torch.zeros(S, K // 2, device=device)
+        self.context_len = torch.tensor(context_len, dtype=torch.int32, device=device)
+        if device == "cuda":
+            for x in (self.k, self.v, self.qkv):
+                x.normal_()
+
+    def reference(self, T: int) -> torch.Tensor:
+        """Plain attention in fp32 of layer 0, without the identity rotation."""
+        H, G, K = QWEN_HEADS, QWEN_GROUPS, HEAD_DIM
+        n = int(self.context_len)
+        q, k, v = self.qkv[:T].float().view(T, -1, K).split((H, G, G), dim=1)
+        keys = torch.cat([self.k[0, :, :n].float(), k.transpose(0, 1)], 1).repeat_interleave(H // G, 0)
+        values = torch.cat([self.v[0, :, :n].float(), v.transpose(0, 1)], 1).repeat_interleave(H // G, 0)
+        scores = q.transpose(0, 1) @ keys.transpose(1, 2) * K**-0.5
+        scores.masked_fill_(torch.ones(T, n + T, dtype=torch.bool, device="cuda").triu(n + 1), -torch.inf)
+        return (scores.softmax(-1) @ values).transpose(0, 1).reshape(T, -1)
+
+
+def attend(inputs: AttentionInputs, layer: int, settings: SplitSettings, T: int | None = None) -> torch.Tensor:
+    i = inputs
+    return attention_triton.attend_step(
+        i.qkv[:T], i.k[layer], i.v[layer], i.context_len, i.cos, i.sin, QWEN_HEADS, None, None, EPS, settings
+    )
+
+
+class Bench:
+    """All measurements of one run."""
+
+    def __init__(self, bandwidth: float) -> None:
+        self.bandwidth = bandwidth
+        self.results: dict[str, Any] = {"bandwidth_gb_per_s": bandwidth, "linear": [], "attention": [], "step": []}
+
+    def line(self, name: str, T: int, us: float, spread: float, num_bytes: float, note: str = "") -> dict[str, Any]:
+        speed = num_bytes / us / 1e3
+        share = speed / self.bandwidth
+        print(f"{name:14} T={T:2} {us:8.2f} us +-{spread:5.2f} {speed:6.0f} GB/s {share:5.0%}  {note}", flush=True)
+        return {
+            "name": name,
+            "width": T,
+            "us": us,
+            "spread_us": spread,
+            "gb_per_s": speed,
+            "share": share,
+            "note": note,
+        }
+
+    def tune(self, problem: Problem, weights: Weights) -> StripSettings:
+        """Time all settings at T = 1 and T = 16 and give the best of both."""
+        times: dict[StripSettings, list[float]] = {}
+        reference = weights.reference(16)
+        for settings in (problem.settings, *problem.others):
+            error = max(weights.error(T, settings, reference) for T in (1, 16))
+            if not error < 0.02:
+                print(f"  WRONG {problem.name} {settings}: {error:.3g}")
+                continue
+            times[settings] = [time_chain(weights.calls(T, settings), 5)[0] for T in (1, 16)]
+        fastest = [min(t[i] for t in times.values()) for i in range(2)]
+        ranked = sorted(times, key=lambda s: times[s][0] / fastest[0] + times[s][1] / fastest[1])
+        for s in ranked:
+            key = (s.warps, s.run, s.tiles, s.ahead, s.outputs, s.splits, s.max_registers)
+            print(f"  {problem.name:14} {key!s:32} T=1 {times[s][0]:7.2f} us  T=16 {times[s][1]:7.2f} us")
+            self.results["linear"].append({"name": problem.name, "settings": asdict(s), "us_1_16": times[s]})
+        return ranked[0]
+
+    def linear(self, problem: Problem, weights: Weights, settings: StripSettings) -> None:
+        """Check and time one problem at every width, with and without PDL, beside cuBLAS."""
+        reference = weights.reference(16)
+        for T in WIDTHS:
+            error = weights.error(T, settings, reference)
+            assert error < 0.02, f"{problem.name} at width {T}: error {error}"
+            us, spread = time_chain(weights.calls(T, settings))
+            with programmatic_launch(False):
+                us_plain, _ = time_chain(weights.calls(T, settings))
+            note = f"no pdl {us_plain:.2f}, error {error:.1e}"
+            if T in (1, 16):
+                x = weights.x[:T]
+                cublas = [lambda w=w: F.linear(x, w) for w in weights.copies]  # type: ignore[misc]
+                note += f", cublas {time_chain(cublas * 4 if len(cublas) < 4 else cublas)[0]:.2f}"
+            self.results["linear"].append(self.line(problem.name, T, us, spread, problem.weight_bytes, note))
+
+    def matvecs(self, problem: Problem, weights: Weights) -> None:
+        for rows, block, warps in MATVECS:
+            calls = [lambda w=w: matvec(weights.x[:1], weights.norm, w, rows, block, warps) for w in weights.copies]  # type: ignore[misc]
+            us, spread = time_chain(calls)
+            note = f"matvec rows {rows} block {block} warps {warps}"
+            self.results["linear"].append(self.line(problem.name, 1, us, spread, problem.weight_bytes, note))
+
+    def attention(self, settings: tuple[SplitSettings, ...]) -> None:
+        inputs = AttentionInputs(16, QWEN_LAYERS)
+        for T, s in itertools.product((1, 4, 9, 16), settings):
+            reference = inputs.reference(T)
+            error = ((attend(inputs, 0, s, T).float() - reference).norm() / reference.norm()).item()
+            assert error < 0.02, f"attention {s} at width {T}: error {error}"
+            calls = [lambda i=i: attend(inputs, i, s, T) for i in range(QWEN_LAYERS)]  # type: ignore[misc]
+            us, spread = time_chain(calls)
+            note = f"splits {s.splits} block {s.block_s} warps {s.warps} stages {s.stages}, error {error:.1e}"
+            num_bytes = 4 * QWEN_GROUPS * HEAD_DIM * CONTEXT_LEN
+            self.results["attention"].append(self.line("attention 8k", T, us, spread, num_bytes, note))
+
+    def prompt(self) -> None:
+        """Flash attention of 8192 tokens, one layer, beside PyTorch's."""
+        inputs = AttentionInputs(8192, 1, context_len=0 + 8192)
+        inputs.context_len.zero_()
+        H, G, K = QWEN_HEADS, QWEN_GROUPS, HEAD_DIM
+        args = (inputs.qkv, inputs.k[0], inputs.v[0], inputs.context_len, inputs.cos, inputs.sin, H, None, None, EPS)
+        q, k, v = inputs.qkv.view(8192, -1, K).transpose(0, 1)[None].split((H, G, G), dim=1)
+        ref = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        for block_t, block_s in PROMPT_BLOCKS:
+            out = attention_triton.attend_prompt(*args, block_t=block_t, block_s=block_s)
+            error = ((out.view(8192, H, K).transpose(0, 1) - ref[0]).float().norm() / ref.float().norm()).item()
+            us, _ = time_chain([lambda: attention_triton.attend_prompt(*args, block_t=block_t, block_s=block_s)])
+            tflops = 2 * 8192 * 8192 * H * K / us / 1e6
+            print(f"prompt 8192     {block_t} x {block_s}: {us:.0f} us = {tflops:.0f} TFLOP/s, error {error:.1e}")
+        us, _ = time_chain([lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)])
+        print(f"prompt 8192     PyTorch: {us:.0f} us", flush=True)
+
+    def step(self, best: dict[str, StripSettings], splits: SplitSettings) -> None:
+        """All launches of one decode or verify step of Qwen2.5-1.5B but the embedding."""
+        problems = {p.name.split()[1]: p for p in PROBLEMS if p.name.startswith("qwen")}
+        chosen = {name: best[p.name] for name, p in problems.items()}
+        layers = [
+            {n: rand(p.O, p.I, scale=p.I**-0.5) for n, p in problems.items() if n != "head"} for _ in range(QWEN_LAYERS)
+        ]
+        head = rand(problems["head"].O, problems["head"].I, scale=0.02)
+        norm = torch.ones(1536, dtype=BF16, device="cuda")
+        bias = rand(2048)
+        inputs = AttentionInputs(16, QWEN_LAYERS)
+        num_bytes = sum(p.weight_bytes * (1 if n == "head" else QWEN_LAYERS) for n, p in problems.items())
+        num_bytes += QWEN_LAYERS * 4 * QWEN_GROUPS * HEAD_DIM * CONTEXT_LEN
+
+        def run(x: torch.Tensor) -> None:
+            for i, w in enumerate(layers):
+                qkv = linear_triton.linear_step(x, norm, EPS, w["qkv"], bias, None, BF16, chosen["qkv"])
+                heads = attention_triton.attend_step(
+                    qkv, inputs.k[i], inputs.v[i], inputs.context_len, inputs.cos, inputs.sin,
+                    QWEN_HEADS, None, None, EPS, splits,
+                )  # fmt: skip
+                x = linear_triton.linear_step(heads, None, 0.0, w["o"], None, x, BF16, chosen["o"])
+                h = linear_triton.swiglu_step(x, norm, EPS, w["gate_up"], None, chosen["gate_up"])
+                x = linear_triton.linear_step(h, None, 0.0, w["down"], None, x, BF16, chosen["down"])
+            linear_triton.argmax_step(x, norm, EPS, head, problems["head"].O, chosen["head"])
+
+        for T in WIDTHS:
+            x = rand(T, 1536)
+            us, spread = time_chain([lambda: run(x)])
+            with programmatic_launch(False):
+                us_plain, _ = time_chain([lambda: run(x)])
+            self.results["step"].append(self.line("qwen step 8k", T, us, spread, num_bytes, f"no pdl {us_plain:.1f}"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tune", action="store_true", help="time other launch settings too")
+    out = os.environ.get("OUT")
+    parser.add_argument("--json", type=Path, default=Path(out) / "kernels_dense.json" if out else None)
+    args = parser.parse_args()
+
+    # The processes must exist before CUDA does.
+    pool = multiprocessing.get_context("fork").Pool(os.cpu_count())
+    splits = (SPLITS, *OTHER_SPLITS) if args.tune else (SPLITS,)
+    jobs: list[Job] = []
+    for p in sorted(PROBLEMS, key=lambda p: -p.I):
+        jobs += [("linear", p, s, T, True) for s in (p.settings, *(p.others if args.tune else ())) for T in (1, 16)]
+        if args.tune and p.kind == "norm":
+            jobs += [("matvec", p, m, 1, True) for m in MATVECS]
+    jobs += [("attention", None, s, T, True) for s in splits for T in (1, 4, 9, 16)]
+    jobs += [("attention", None, SPLITS, T, False) for T in (1, 4, 9, 16)]
+    jobs += [("prompt", None, blocks, 0, True) for blocks in PROMPT_BLOCKS]
+    compile_all(pool, jobs)
+
+    bench = Bench(measure_read_bandwidth())
+    print(f"{torch.cuda.get_device_name()}: read bandwidth {bench.bandwidth:.0f} GB/s", flush=True)
+    best = {p.name: p.settings for p in PROBLEMS}
+    if args.tune:
+        for p in PROBLEMS:
+            best[p.name] = bench.tune(p, Weights(p))
+    compile_all(pool, [("linear", p, best[p.name], T, False) for p in PROBLEMS for T in (1, 16)])
+    pool.close()
+    for p in PROBLEMS:
+        weights = Weights(p)
+        bench.linear(p, weights, best[p.name])
+        if args.tune and p.kind == "norm":
+            bench.matvecs(p, weights)
+        del weights
+    bench.attention(splits)
+    bench.step(best, SPLITS)
+    bench.prompt()
+    results = bench.results | {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip(),
+        "best": {name: asdict(s) for name, s in best.items()},
+    }
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
