@@ -19,6 +19,7 @@ LAYERS = (
     ("spec",),
     ("engine",),
     ("vocabulary", "tokenizer", "chat", "hub"),
+    ("answer",),
     ("llm",),
     ("profiler", "bench", "doctor"),
     ("train", "server"),

@@ -1,8 +1,9 @@
-"""The model at work: prefill in chunks, forward passes on the step's rows, and the search for a layer that breaks.
+"""The model at work: prefill in chunks, passes on the rows of a step, the search for a layer that breaks.
 
 Owns the model, the cache of its one sequence and the step's buffers. Decides nothing about drafts, tokens or requests.
 """
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,6 +15,8 @@ from soloist.runtime.buffers import StepBuffers
 
 # Prompt tokens of one prefill chunk by device type: enough to keep the matrix products busy, few enough to cancel soon.
 _CHUNK_TOKENS = {"cpu": 128, "cuda": 2048}
+# A step with fewer threads must take less than this share of the time to be preferred.
+_THREAD_GAIN = 0.97
 # Rows of a chunk while looking for the layer that breaks; every layer's rows are kept at once.
 _SEARCH_ROWS = 32
 
@@ -161,3 +164,29 @@ class ModelRunner:
         finally:
             self.cache.reset()
         return "the same tokens, run again in one piece, gave finite values everywhere"
+
+
+@torch.inference_mode()
+def measure_num_threads(runner: ModelRunner) -> int:
+    """Choose the number of CPU threads: halve what torch would take as long as a decode step gets faster.
+
+    Torch takes OMP_NUM_THREADS if that is set. Takes about four steps for every count tried; the sequence in the
+    runner's cache is forgotten.
+    """
+
+    def step_s(num_threads: int) -> float:
+        torch.set_num_threads(num_threads)
+        times = []
+        for _ in range(4):
+            start_s = time.perf_counter()
+            runner.forward(1)
+            times.append(time.perf_counter() - start_s)
+        return min(times)
+
+    best = torch.get_num_threads()
+    if best > 1:
+        best_s = step_s(best)
+        while best > 1 and (half_s := step_s(best // 2)) < best_s * _THREAD_GAIN:
+            best, best_s = best // 2, half_s
+        runner.cache.reset()
+    return best

@@ -1,0 +1,269 @@
+"""Text in, text out: the Python API.
+
+Owns loading a model with everything around it, and turning prompts and messages into requests. What becomes of the
+tokens of an answer is in `answer`, where they come from in `engine`.
+"""
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+
+from soloist.answer import Completion, Delta, Stream
+from soloist.chat import ChatTemplate, Prompt
+from soloist.engine import Engine, RequestStats
+from soloist.errors import UsageError
+from soloist.hub import find_model
+from soloist.models import load_model
+from soloist.models.loader import Progress, WeightsDtype
+from soloist.runtime.runner import ModelRunner, measure_num_threads
+from soloist.sampling_params import SamplingParams
+from soloist.spec import make_drafter
+from soloist.tokenizer import Tokenizer
+
+__all__ = ["LLM", "Completion", "Delta", "RequestStats", "SamplingParams", "Stream"]
+
+# Tokens of context that room is made for unless asked otherwise; less where the model allows less.
+DEFAULT_CONTEXT_LEN = 32768
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+OnPrefill = Callable[[int, int], None]
+
+
+class LLM:
+    """A loaded model that answers one request at a time.
+
+    Args:
+        model: a folder, a .gguf file, a hub id (`org/name[@revision]`) or a built-in name. None: the default model.
+        draft: name of a drafter. None: plain decoding.
+        device: where it runs. None: the CPU.
+        dtype: of activations and caches: "bfloat16", "float16" or "float32". None: bfloat16.
+        weights: "file", or "random" to measure speed without a checkpoint.
+        seed: of random weights.
+        weights_dtype: how linear maps are held; see `load_model`.
+        max_context_len: most tokens of prompt and answer together. None: what the model allows, up to 32768.
+        num_threads: CPU threads. None: measured in a few steps, starting from what torch would take.
+        progress: called with (bytes read, bytes to read) while the weights are read.
+
+    Raises:
+        ModelNotFoundError: there is no such model.
+        UnsupportedError: the model, a format, or a drafter that is not known.
+        CheckpointError: its files are incomplete, damaged or contradict each other.
+        DoesNotFitError: weights or context are larger than the free memory.
+        ContextLengthError: the model does not allow `max_context_len` tokens.
+        UsageError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        draft: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | str | None = None,
+        weights: Literal["file", "random"] = "file",
+        seed: int = 0,
+        weights_dtype: WeightsDtype | None = None,
+        max_context_len: int | None = None,
+        num_threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        if num_threads is not None and num_threads < 1:
+            raise UsageError(f"num_threads is {num_threads}; allowed: at least 1, or None for a measurement")
+        found = find_model(None if model is None else str(model), with_weights=weights == "file")
+        tokenizer = None if found.path is None else Tokenizer.load(found.path)
+        source = found.path or found.config
+        assert source is not None
+        target = load_model(
+            source,
+            device=device or "cpu",
+            dtype=_as_dtype(dtype),
+            weights=weights,
+            seed=seed,
+            weights_dtype=weights_dtype,
+            progress=progress,
+        )
+        if tokenizer is not None:
+            tokenizer.check_vocab_size(target.config.vocab_size)
+        limit = max_context_len or min(DEFAULT_CONTEXT_LEN, target.config.max_position_embeddings)
+        drafter = make_drafter(draft or "off", target, limit)
+        runner = ModelRunner(
+            target,
+            max_context_len=limit,
+            max_width=1 + drafter.max_drafts,
+            num_tokens=None if tokenizer is None else tokenizer.num_tokens,
+            has_draft_probs=drafter.has_draft_law,
+            capture_layers=drafter.capture_layers,
+        )
+        self._assemble(Engine(runner, drafter), tokenizer, found.name)
+        if target.device.type == "cpu":
+            torch.set_num_threads(num_threads or measure_num_threads(runner))
+
+    @classmethod
+    def of(cls, engine: Engine, tokenizer: Tokenizer | None, name: str) -> Self:
+        """Put an LLM together from parts that are loaded already.
+
+        Args:
+            engine: gets the end tokens of the tokenizer and the template, besides its own.
+            tokenizer: None: prompts are token ids, and answers have no text.
+            name: what the model is called.
+        """
+        llm = cls.__new__(cls)
+        llm._assemble(engine, tokenizer, name)
+        return llm
+
+    def _assemble(self, engine: Engine, tokenizer: Tokenizer | None, name: str) -> None:
+        self.engine = engine
+        # None for a packaged config with random weights: prompts are token ids then, and answers have no text.
+        self.tokenizer = tokenizer
+        self.name = name
+        self._template: ChatTemplate | None = None
+        if tokenizer is not None and (tokenizer.chat_templates or _has_template(tokenizer, self.architecture)):
+            self._template = ChatTemplate(tokenizer, self.architecture)
+        known = {*engine.eos_token_ids, *(() if tokenizer is None else tokenizer.stop_ids)}
+        engine.eos_token_ids = tuple(sorted(known | set(self._template.stop_ids if self._template else ())))
+
+    @property
+    def architecture(self) -> str:
+        """`architectures[0]` of the checkpoint."""
+        return self.engine.runner.model.architecture
+
+    @property
+    def max_context_len(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self.engine.runner.max_context_len
+
+    def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, on_prefill: OnPrefill | None = None
+    ) -> Completion:
+        """Continue a prompt; see `stream`."""
+        return self.stream(prompt, params, on_prefill=on_prefill).completion
+
+    def stream(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, on_prefill: OnPrefill | None = None
+    ) -> Stream:
+        """Continue a prompt, step by step.
+
+        Args:
+            prompt: token ids, taken as they are; or text, in which special tokens count as such and to which BOS is
+                added if the checkpoint's prompts begin with it. For what a user wrote, use `stream_chat`.
+            params: None: greedy, to the end of the context.
+            on_prefill: called with (prompt tokens read, prompt tokens to read) while the prompt is read.
+
+        Raises:
+            ContextLengthError: prompt and answer do not fit into the context.
+            UsageError: the prompt is empty, or something is not in the vocabulary.
+        """
+        params = params or SamplingParams()
+        if params.stop_strings and self.tokenizer is None:
+            raise UsageError("stop strings need text, and this model came without a tokenizer")
+        generation = self.engine.generate(self.encode(prompt), params, on_prefill=on_prefill)
+        return Stream(generation, self.tokenizer, params)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        on_prefill: OnPrefill | None = None,
+    ) -> Completion:
+        """Answer the last of `messages`; see `stream_chat`."""
+        stream = self.stream_chat(messages, params, tools=tools, template_kwargs=template_kwargs, on_prefill=on_prefill)
+        return stream.completion
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        on_prefill: OnPrefill | None = None,
+    ) -> Stream:
+        """Answer the last of `messages`, step by step.
+
+        Args:
+            messages: role and content, in OpenAI's words.
+            params: None: greedy, to the end of the context.
+            tools: function descriptions, in OpenAI's form.
+            template_kwargs: variables of the template, such as `enable_thinking`.
+            on_prefill: as in `stream`.
+
+        Raises:
+            ContextLengthError: prompt and answer do not fit into the context.
+            UsageError: the model has no chat template, or the messages cannot be written down.
+        """
+        prompt = self.render(messages, tools=tools, template_kwargs=template_kwargs)
+        return self.stream(prompt.ids, params, on_prefill=on_prefill)
+
+    def stream_infill(
+        self, prefix: str, suffix: str, params: SamplingParams | None = None, *, on_prefill: OnPrefill | None = None
+    ) -> Stream:
+        """Fill in what stands between `prefix` and `suffix`; the model's markers end the answer and never show.
+
+        Raises:
+            ContextLengthError: prompt and answer do not fit into the context.
+            UsageError: the model has no tokens for filling in the middle.
+        """
+        tokenizer, params = self._need_tokenizer(), params or SamplingParams()
+        prompt_ids = tokenizer.encode_infill(prefix, suffix)
+        assert tokenizer.fim is not None
+        ends = (*params.stop_token_ids, *tokenizer.fim.end_ids)
+        stops = (*params.stop_strings, *tokenizer.fim.stop_strings)
+        return self.stream(prompt_ids, replace(params, stop_token_ids=ends, stop=stops), on_prefill=on_prefill)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Prompt:
+        """Write messages down as the prompt that `stream_chat` would use.
+
+        Raises:
+            UsageError: the model has no chat template, or the messages cannot be written down.
+        """
+        template = self._template or ChatTemplate(self._need_tokenizer(), self.architecture)
+        return template.render(messages, tools=tools, template_kwargs=template_kwargs)
+
+    def encode(self, prompt: str | Iterable[int]) -> list[int]:
+        """Turn a prompt into token ids, as `stream` does.
+
+        Raises:
+            UsageError: it is neither text nor token ids.
+        """
+        if isinstance(prompt, str):
+            return self._need_tokenizer().encode(prompt, allow_special=True, add_bos=True)
+        try:
+            return [operator.index(token_id) for token_id in prompt]
+        except TypeError as error:
+            raise UsageError(
+                f"the prompt is a {type(prompt).__name__}; allowed: text, or token ids ({error})"
+            ) from None
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise UsageError(f"{self.name} is a config without a tokenizer: give token ids")
+        return self.tokenizer
+
+
+def _has_template(tokenizer: Tokenizer, architecture: str) -> bool:
+    try:
+        ChatTemplate(tokenizer, architecture)
+    except UsageError:
+        return False
+    return True
+
+
+def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype:
+    if isinstance(dtype, str):
+        if dtype not in DTYPES:
+            raise UsageError(f"dtype is {dtype!r}; allowed: {', '.join(DTYPES)}")
+        return DTYPES[dtype]
+    return dtype or torch.bfloat16
