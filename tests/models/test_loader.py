@@ -361,3 +361,9 @@ def test_a_form_that_cannot_be_had_is_refused(checkpoint: Path, dtype: torch.dty
 def test_an_unknown_dtype_is_refused(checkpoint: Path) -> None:
     with pytest.raises(UsageError, match="float64"):
         load_model(checkpoint, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("device", ["mps", *([] if torch.cuda.is_available() else ["cuda:0"])])
+def test_a_device_that_is_not_there_is_refused(checkpoint: Path, device: str) -> None:
+    with pytest.raises(UsageError, match=rf"device is '{device}'; .* has cpu"):
+        load_model(checkpoint, device=device)

@@ -1,7 +1,7 @@
 """The state of one sequence: attention rows, latents and recurrent states, for all layers of one model.
 
-Owns the only words that move state: `commit`, `rollback`, `snapshot`, `restore`, `reset`. Row 0 of a step is the pending
-token (emitted, in no cache yet), rows 1..T-1 are drafts; a commit keeps the first `num_rows` rows.
+Owns the only words that move state: `commit`, `rollback`, `snapshot`, `restore`, `reset`. Row 0 of a step is the
+pending token (emitted, in no cache yet), rows 1..T-1 are drafts; a commit keeps the first `num_rows` rows.
 """
 
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class RecurrentState:
 
     # (L, H, V, K) fp32, K contiguous.
     state: torch.Tensor
-    # (L, 3, C) the model's dtype: the last three raw inputs of the short convolutions, oldest first; C = H*(K+K+V), [q k v].
+    # (L, 3, C) the model's dtype: last three raw inputs of the short convolutions, oldest first; C = H*(K+K+V), [q k v].
     conv: torch.Tensor
     # What a verify step leaves for its commit, T_max = max_width rows:
     # (L, T_max, H, K) fp32: normalised keys.
@@ -117,7 +117,8 @@ class Cache:
 
         Args:
             num_rows: () int32 on the device, or an int; for PREFILL and DECODE it is the number of rows of the pass.
-            kind: after VERIFY the recurrent state of every layer is advanced, in one launch; after the others it already is.
+            kind: after VERIFY the recurrent state of every layer is advanced, in one launch; after the others it
+                already is.
         """
         if kind is StepKind.VERIFY and self.recurrent is not None:
             if isinstance(num_rows, int):

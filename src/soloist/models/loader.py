@@ -70,9 +70,12 @@ def choose_placement(device: torch.device, dtype: torch.dtype, weights_dtype: We
         weights_dtype: what was asked for; None: the default of `load_model`.
 
     Raises:
-        UsageError: a dtype that no operator takes.
+        UsageError: a device that is not there, or a dtype that no operator takes.
         UnsupportedError: weights cannot be held in that form here.
     """
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    if device.type not in devices:
+        raise UsageError(f"device is {str(device)!r}; this PyTorch on this machine has {' and '.join(devices)}")
     if dtype not in DENSE_DTYPES:
         raise UsageError(f"dtype is {dtype}; it can be {', '.join(map(str, DENSE_DTYPES))}")
     can_pack = device.type == "cpu" and dtype == torch.bfloat16

@@ -52,7 +52,7 @@ class WeightSource(ABC):
 
     @abstractmethod
     def linear(self, *parts: Part) -> Weight:
-        """Read linear maps with the same input size and stack their rows: (sum of out, in), packed if the source packs."""
+        """Read linear maps of the same input size and stack their rows: (sum of out, in), packed if the source packs."""
 
     @abstractmethod
     def embedding(self, part: Part) -> torch.Tensor:
@@ -64,7 +64,7 @@ class WeightSource(ABC):
 
     @abstractmethod
     def tensor(self, part: Part, *, dtype: torch.dtype | None = None, init: Init = "ones") -> torch.Tensor:
-        """Read a small tensor (norm weight, bias, decay), in `dtype` if given; `init` is how random weights are drawn."""
+        """Read a small tensor (norm weight, bias, decay), in `dtype` if given; `init`: how random weights are drawn."""
 
     @abstractmethod
     def experts(self, *parts: Part, num_experts: int) -> torch.Tensor:
