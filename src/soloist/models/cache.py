@@ -48,7 +48,7 @@ class RecurrentState:
 
     # (L, H, V, K) fp32, K contiguous.
     state: torch.Tensor
-    # (L, 3, C) the model's dtype: last three raw inputs of the short convolutions, oldest first; C = H*(K+K+V), [q k v].
+    # (L, 3, C) the model's dtype: last three raw inputs of the short convolution, oldest first; C = H*(K+K+V), [q k v].
     conv: torch.Tensor
     # What a verify step leaves for its commit, T_max = max_width rows:
     # (L, T_max, H, K) fp32: normalised keys.

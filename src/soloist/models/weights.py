@@ -52,7 +52,7 @@ class WeightSource(ABC):
 
     @abstractmethod
     def linear(self, *parts: Part) -> Weight:
-        """Read linear maps of the same input size and stack their rows: (sum of out, in), packed if the source packs."""
+        """Read linear maps of the same input size and stack their rows: (sum of out, in), maybe packed."""
 
     @abstractmethod
     def embedding(self, part: Part) -> torch.Tensor:
