@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from soloist.kernels import attention as attention_module
+from soloist.kernels import check
 from soloist.kernels.attention import attention, attention_ref
 from soloist.kernels.check import FLOATS
 from soloist.kernels.rotary import apply_rotary, make_rotary_table
@@ -153,6 +154,14 @@ def test_one_token_is_computed_as_the_reference_does(dtype: torch.dtype, has_nor
     assert_near(y, ref, LIMITS[dtype])
     for cache, ref_cache in zip(caches, ref_caches, strict=True):
         assert torch.equal(cache[:, :9], ref_cache[:, :9])
+
+
+def test_the_reference_switch_overrules_the_form_for_one_token(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(check, "_REFERENCE_EVERYWHERE", True)
+    monkeypatch.setattr(attention_module, "_attention_row_cpu", None)
+    qkv = torch.randn(1, (H + 2 * G) * K)
+    expected, _, _ = attention_fp64(qkv, {})
+    assert_near(run(qkv, make_caches(torch.float32, torch.nan), 0, {}), expected)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 3, 6])

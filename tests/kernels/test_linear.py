@@ -134,6 +134,14 @@ class TestPacked:
             assert torch.equal(linear(x[:num_tokens], packed), one_by_one[:num_tokens]), num_tokens
 
     @pytest.mark.parametrize("kind", on_this_cpu)
+    @pytest.mark.parametrize("num_tokens", [1, T, 200])
+    def test_inputs_of_another_size_are_refused(self, kind: PackedKind, num_tokens: int):
+        packed = pack_weight(draw(O, I), kind)
+        for num_inputs in (I - 32, I + 32):
+            with pytest.raises(RuntimeError):
+                linear(torch.zeros(num_tokens, num_inputs).bfloat16(), packed)
+
+    @pytest.mark.parametrize("kind", on_this_cpu)
     def test_the_reference_switch_overrules_the_kernel(self, kind: PackedKind, monkeypatch: pytest.MonkeyPatch):
         x, packed = torch.randn(T, I).bfloat16(), pack_weight(draw(O, I), kind)
         monkeypatch.setattr(check, "_REFERENCE_EVERYWHERE", True)

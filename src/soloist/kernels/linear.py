@@ -271,14 +271,14 @@ def linear(
     Returns:
         (T, O): fp32 sums, one rounding.
     """
-    dims: dict[str, int] = {}
-    expect(x, "T I", FLOATS, dims, name="x")
     if bias is not None:
-        dims["O"] = weight.shape[0]
-        expect(bias, "O", x.dtype, dims, name="bias")
+        expect(bias, "O", x.dtype, {"O": weight.shape[0]}, name="bias")
     if isinstance(weight, PackedWeight):
+        # The packed kernels check `x` themselves, at every token.
         form = linear_ref if use_reference_everywhere() else linear_packed_cpu
         return form(x, weight, bias, out_dtype=out_dtype)
+    dims: dict[str, int] = {}
+    expect(x, "T I", FLOATS, dims, name="x")
     expect(weight, "O I", x.dtype, dims, name="weight")
     if use_reference(x):
         return linear_ref(x, weight, bias, out_dtype=out_dtype)
@@ -334,10 +334,10 @@ def norm_swiglu(
 
     Source: Shazeer 2020 (arXiv 2002.05202), equation 6; the limit as Ling-3.0 was trained with.
     """
-    gate, up = norm_linear(x, norm_weight, eps, gate_up).chunk(2, dim=-1)  # (T, F) each
-    gate = F.silu(gate.float())
+    gate, up = norm_linear(x, norm_weight, eps, gate_up).float().chunk(2, dim=-1)  # (T, F) each
+    gate = F.silu(gate)
     if limit is not None:
-        gate, up = gate.clamp_(max=limit), up.float().clamp(-limit, limit)
+        gate, up = gate.clamp_(max=limit), up.clamp(-limit, limit)
     return gate.mul_(up).to(x.dtype)
 
 
