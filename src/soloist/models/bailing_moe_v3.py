@@ -341,7 +341,7 @@ class BailingMoeV3MTP:
         """
         assert cache.latent is not None
         eps = self.config.rms_norm_eps
-        e = rms_norm(F.embedding(token_ids, self.target.embedding), self.enorm, eps)  # (T, D)
+        e = rms_norm(F.embedding(token_ids, self.target.embed_tokens), self.enorm, eps)  # (T, D)
         p = rms_norm(hidden, self.hnorm, eps)  # (T, D)
         x = linear(torch.cat([e, p], dim=-1), self.eh_proj)  # (T, D)
         x = self.mixer(x, cache.latent, 0, cache.context_len, self.target.rotary)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from soloist.models.cache import Cache, StepKind
-from soloist.models.weights import LoadReport, WeightSource
+from soloist.models.weights import LoadReport, Weight, WeightSource
 from soloist.roofline import Footprint
 
 
@@ -39,6 +39,10 @@ class CausalLM(ABC):
     # Of activations and caches, and where they are; every constructor sets both.
     dtype: torch.dtype
     device: torch.device
+    # (N, D) token embedding, and (N, D) output head behind the final norm: drafters borrow both. Every constructor sets
+    # them, whatever the checkpoint calls them.
+    embed_tokens: torch.Tensor
+    lm_head: Weight
     # How the weights were loaded; set by `load_model`.
     report: LoadReport
     # What a step reads, the weights as they are held; set by `load_model`.

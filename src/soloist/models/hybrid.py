@@ -82,7 +82,7 @@ class HybridCausalLM(CausalLM):
         self.config, self.rotary = config, rotary
         self.dtype, self.device = weights.dtype, weights.device
         N, D = config.vocab_size, config.hidden_size
-        self.embedding = weights.embedding(Part(name=self.embedding_name, shape=(N, D)))
+        self.embed_tokens = weights.embedding(Part(name=self.embedding_name, shape=(N, D)))
         self.mixers = [self._make_mixer(weights, layer) for layer in range(config.num_hidden_layers)]
         self.feed_forwards = [self._make_feed_forward(weights, layer) for layer in range(config.num_hidden_layers)]
         self.norm = weights.tensor(Part(name="model.norm.weight", shape=(D,)))
@@ -129,7 +129,7 @@ class HybridCausalLM(CausalLM):
         capture: HiddenCapture | None = None,
     ) -> torch.Tensor:
         assert cache.latent is not None and cache.recurrent is not None
-        x = F.embedding(input_ids, self.embedding)  # (T, D)
+        x = F.embedding(input_ids, self.embed_tokens)  # (T, D)
         if capture is not None:
             capture.keep(-1, x)
         num_kda = num_mla = 0
