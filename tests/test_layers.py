@@ -17,6 +17,7 @@ LAYERS = (
     ("models",),
     ("runtime",),
     ("spec",),
+    ("prefix",),
     ("engine",),
     ("vocabulary", "tokenizer", "chat", "hub"),
     ("answer",),
@@ -29,9 +30,11 @@ ROW = {name: row for row, names in enumerate(LAYERS) for name in names}
 # (importer, imported): the only imports within a row.
 SAME_ROW = {("tokenizer", "vocabulary"), ("chat", "tokenizer"), ("bench", "profiler")}
 # Text knows nothing of steps, whatever the order says.
-NEVER = {(text, engine) for text in LAYERS[ROW["tokenizer"]] for engine in ("runtime", "spec", "engine")}
+NEVER = {(text, engine) for text in LAYERS[ROW["tokenizer"]] for engine in ("runtime", "spec", "prefix", "engine")}
 # Packages an installation may lack: imported where they are used.
-OPTIONAL_PACKAGES = {"accelerate", "cuda", "fla", "gguf", "matplotlib", "numpy", "readline", "transformers", "triton"}
+OPTIONAL_PACKAGES = {
+    "accelerate", "cuda", "fla", "gguf", "llguidance", "matplotlib", "numpy", "readline", "transformers", "triton",
+}  # fmt: skip
 # Packages that bring kernels or an API of their own, and the only parts of the tree that may know them.
 CONFINED_PACKAGES = {
     "cuda": ("kernels", "runtime"),
@@ -39,10 +42,14 @@ CONFINED_PACKAGES = {
     "fastapi": ("server",),
     "flash_attn": ("kernels",),
     "flashinfer": ("kernels",),
+    "llguidance": ("server",),
+    "prometheus_client": ("server",),
     "pydantic": ("server",),
     "rich": ("cli",),
+    "starlette": ("server",),
     "triton": ("kernels",),
     "typer": ("cli",),
+    "uvicorn": ("cli", "server"),
 }
 # What the command line may import at its start: nothing that imports torch.
 LIGHT = {"cli", "config", "errors", "sampling_params"}

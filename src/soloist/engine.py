@@ -10,12 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal, Protocol, Self
 
 import torch
 
 from soloist.errors import ContextLengthError, NumericsError, UsageError
 from soloist.kernels.sampling import top_logprobs
+from soloist.prefix import PrefixStore, Reuse
 from soloist.runtime.buffers import FinishCode, SamplingPlan
 from soloist.runtime.ring import StepRecord, TokenLogprob, TokenRing
 from soloist.runtime.runner import ModelRunner
@@ -27,6 +28,27 @@ from soloist.spec.verify import Rule, accept
 FinishReason = Literal["stop", "length", "cancelled"]
 
 _REASONS: dict[FinishCode, FinishReason] = {FinishCode.STOP: "stop", FinishCode.LENGTH: "length"}
+
+
+# Rows whose logits over the whole vocabulary are held at once while a prompt is scored.
+_SCORED_ROWS = 128
+
+
+class Constraint(Protocol):
+    """What an answer may say, decided on the host: a grammar. One object follows one answer."""
+
+    def num_legal(self, draft_tokens: list[int]) -> int:
+        """Count the leading drafts that may follow what was committed."""
+
+    def allowed(self, draft_tokens: list[int]) -> torch.Tensor:
+        """Give the tokens that may follow what was committed, and each of these legal drafts: (T, N) bool, CPU."""
+
+    def advance(self, token_ids: list[int]) -> None:
+        """Follow the answer by tokens that were committed.
+
+        Raises:
+            SoloistError: the answer cannot go on within the constraint.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +67,8 @@ class RequestStats:
     """What a request took. Tokens are those the client was given."""
 
     prompt_tokens: int
+    # Of them, those whose state was kept from earlier requests.
+    cached_tokens: int
     completion_tokens: int
     # Of the random numbers; None for a greedy request, which draws none.
     seed: int | None
@@ -102,6 +126,7 @@ class Engine:
         drafter: what proposes tokens; None: plain decoding.
         eos_token_ids: tokens that end an answer. None: those of the model's config.
         rule: how drafts with a law are verified.
+        prefixes: what is kept for later requests. None: every prompt is read whole.
     """
 
     def __init__(
@@ -111,8 +136,10 @@ class Engine:
         *,
         eos_token_ids: Sequence[int] | None = None,
         rule: Rule = Rule.CHAIN,
+        prefixes: PrefixStore | None = None,
     ) -> None:
         self.runner = runner
+        self.prefixes = prefixes
         self.drafter = drafter or NoDrafter()
         self.eos_token_ids = tuple(runner.model.config.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self.rule = rule
@@ -133,6 +160,9 @@ class Engine:
         params: SamplingParams,
         *,
         on_prefill: Callable[[int, int], None] | None = None,
+        turn_ends: Sequence[int] = (),
+        constraint: Constraint | None = None,
+        prompt_logprobs: int | None = None,
     ) -> "Generation":
         """Check a request; its work is done as the result is iterated over.
 
@@ -140,6 +170,10 @@ class Engine:
             prompt_ids: at least one token.
             params: how to sample and when to end. Stop strings are not looked at here.
             on_prefill: called with (prompt tokens read, prompt tokens to read) while the prompt is read.
+            turn_ends: lengths of beginnings of the prompt to which later prompts are likely to return.
+            constraint: what the answer may say.
+            prompt_logprobs: report the log probability of each prompt token, with this many of the likeliest, 0..20, in
+                `Generation.prompt_logprobs`. The whole prompt is then read, whatever is kept of it.
 
         Raises:
             ContextLengthError: the prompt, or prompt and answer, do not fit into the context.
@@ -149,7 +183,11 @@ class Engine:
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", tuple(params.logit_bias))
         max_tokens = self._max_tokens(len(prompt_ids), params)
-        return Generation(self, list(prompt_ids), params, max_tokens, on_prefill)
+        generation = Generation(self, list(prompt_ids), params, max_tokens, on_prefill)
+        generation.turn_ends = tuple(turn_ends)
+        generation.constraint = constraint
+        generation.num_prompt_logprobs = prompt_logprobs
+        return generation
 
     def _check_ids(self, name: str, token_ids: Sequence[int]) -> None:
         num_tokens = self.runner.buffers.num_tokens
@@ -177,8 +215,11 @@ class Engine:
             )
         return params.max_tokens
 
-    def make_step(self, plan: SamplingPlan) -> Callable[[], None]:
-        """Compose one step for requests with this plan: fixed shapes, no host decision, ready to be captured."""
+    def make_step(self, plan: SamplingPlan, constraint: Constraint | None = None) -> Callable[[], None]:
+        """Compose one step for requests with this plan: fixed shapes, no host decision, ready to be captured.
+
+        A constraint is decided on the host between proposal and verification: such a step cannot be captured.
+        """
         runner, drafter, ring, rule = self.runner, self.drafter, self.ring, self.rule
         buffers, context_len = runner.buffers, runner.cache.context_len
         may_read_width = self._reads_width and buffers.max_width > 1
@@ -189,6 +230,8 @@ class Engine:
             if drafter.max_drafts:
                 # A draft behind the last token that was asked for is not verified.
                 buffers.width.copy_(torch.minimum(buffers.width, buffers.num_left.clamp_min(1)))
+            if constraint is not None:
+                self._constrain(constraint)
             num_rows = int(buffers.width) if may_read_width else buffers.max_width
             hidden, logits = runner.forward(num_rows)  # (T, D), (T, N)
             has_law = drafter.has_draft_law and num_rows > 1
@@ -207,6 +250,17 @@ class Engine:
             buffers.advance(verdict.committed_tokens, verdict.num_committed, verdict.finish_code, plan)
 
         return step
+
+    def _constrain(self, constraint: Constraint) -> None:
+        """Cut the proposal at its first illegal token, and write down what every row may be followed by."""
+        buffers = self.runner.buffers
+        drafts = buffers.input_ids[1 : int(buffers.width)].tolist()
+        drafts = drafts[: constraint.num_legal(drafts)]
+        buffers.width.fill_(1 + len(drafts))
+        allowed = constraint.allowed(drafts)  # (T, N)
+        # Padding rows count for nothing, but their logits must stay numbers.
+        buffers.is_allowed.fill_(True)
+        buffers.is_allowed[: allowed.shape[0]].copy_(allowed)
 
 
 class Generation:
@@ -229,12 +283,20 @@ class Generation:
         self._params = params
         self._max_tokens = max_tokens
         self._on_prefill = on_prefill
+        # As `Engine.generate` was given them.
+        self.turn_ends: tuple[int, ...] = ()
+        self.constraint: Constraint | None = None
+        self.num_prompt_logprobs: int | None = None
+        # One for every prompt token but the first, once the prompt is read; empty if they were not asked for.
+        self.prompt_logprobs: list[TokenLogprob] = []
+        # What of the prompt was kept; set when the request begins.
+        self.reuse = Reuse(num_tokens=0, reason="nothing is kept between requests")
         # The answer so far.
         self.token_ids: list[int] = []
         self._seed = secrets.randbits(63) if params.seed is None else params.seed
         self._is_cancelled = threading.Event()
         # Whether this request holds the engine, and whether its last result was given.
-        self._is_running = self._is_over = False
+        self._is_running = self._is_over = self._has_failed = False
         self._step: Callable[[], None] | None = None
         self._num_kept: int | None = None
         # (drafted, accepted) of every step.
@@ -252,6 +314,7 @@ class Generation:
         try:
             result = self._next_result()
         except BaseException:
+            self._has_failed = True
             self.close()
             raise
         if result.finish_reason is not None:
@@ -272,6 +335,9 @@ class Generation:
             self._is_running = False
             # Steps that were enqueued ahead do nothing from here on.
             self._engine.runner.buffers.is_stop_requested.fill_(True)
+            # A pass that broke off may have written state that belongs to no token.
+            if self._engine.prefixes is not None and not self._has_failed:
+                self._engine.prefixes.end([*self._prompt_ids, *self.token_ids])
             self._engine.in_use.release()
 
     def keep(self, num_tokens: int) -> None:
@@ -285,6 +351,7 @@ class Generation:
         drafted, accepted = ([step[i] for step in self._drafts] for i in range(2))
         return RequestStats(
             prompt_tokens=len(self._prompt_ids),
+            cached_tokens=self.reuse.num_tokens,
             completion_tokens=len(self.token_ids) if self._num_kept is None else self._num_kept,
             seed=None if self._params.is_greedy else self._seed,
             drafter=self._engine.drafter.name,
@@ -308,7 +375,7 @@ class Generation:
                 return _end("cancelled")
             if self._max_tokens == 0:
                 return _end("length")
-            self._step = self._engine.make_step(plan)
+            self._step = self._engine.make_step(plan, self.constraint)
         if self._is_cancelled.is_set():
             return _end("cancelled")
         self._step()
@@ -325,21 +392,67 @@ class Generation:
             seed=self._seed,
             max_tokens=self._max_tokens,
             stop_ids={*eos, *self._params.stop_token_ids},
+            has_constraint=self.constraint is not None,
         )
 
     @torch.inference_mode()
     def _prefill(self, plan: SamplingPlan) -> bool:
-        engine = self._engine
-        prompt = torch.tensor(self._prompt_ids, device=engine.runner.buffers.input_ids.device)  # (n,)
-        engine.drafter.begin(prompt, plan)
-        is_done = engine.runner.prefill(
-            prompt[:-1],
-            on_chunk=engine.drafter.prefill_chunk,
-            on_progress=self._on_prefill,
-            is_cancelled=self._is_cancelled.is_set,
-        )
+        """Read what is not kept of the prompt; False after a cancel."""
+        engine, runner = self._engine, self._engine.runner
+        prompt = torch.tensor(self._prompt_ids, device=runner.buffers.input_ids.device)  # (n,)
+        pauses: list[int] = []
+        if engine.prefixes is None or self.num_prompt_logprobs is not None:
+            engine.drafter.begin(prompt, plan)
+            runner.cache.reset()
+        else:
+            self.reuse, restore = engine.prefixes.begin(self._prompt_ids, runner.cache, engine.drafter)
+            engine.drafter.begin(prompt, plan)
+            restore()
+            if restore.is_exact:
+                # Where this prompt left another one, the next one may leave both.
+                pauses = sorted({*self.turn_ends, self.reuse.num_common})
+        start, last = self.reuse.num_tokens, len(self._prompt_ids) - 1
+        is_done = True
+        for end in [*(place for place in pauses if start < place < last), last]:
+            is_done = is_done and self._read_prompt(prompt, start, end)
+            if is_done and end < last and engine.prefixes is not None:
+                engine.prefixes.keep(self._prompt_ids[:end], runner.cache, engine.drafter)
+            start = end
         self._prefilled_s = time.perf_counter()
         return is_done
+
+    def _read_prompt(self, prompt: torch.Tensor, start: int, end: int) -> bool:
+        """Read tokens `start` to `end` of the prompt; False after a cancel."""
+        first, total = self.reuse.num_tokens, len(self._prompt_ids) - 1 - self.reuse.num_tokens
+
+        def on_chunk(chunk: torch.Tensor, hidden: torch.Tensor, captured: torch.Tensor | None) -> None:
+            if self.num_prompt_logprobs is not None:
+                self._score(prompt, hidden)
+            self._engine.drafter.prefill_chunk(chunk, hidden, captured)
+
+        def on_progress(done: int, _of: int) -> None:
+            if self._on_prefill is not None:
+                self._on_prefill(start - first + done, total)
+
+        return self._engine.runner.prefill(
+            prompt[start:end], on_chunk=on_chunk, on_progress=on_progress, is_cancelled=self._is_cancelled.is_set
+        )
+
+    def _score(self, prompt: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Note how likely each token behind the next C prompt tokens is, from their `hidden` (C, D)."""
+        assert self.num_prompt_logprobs is not None
+        num_tokens = self._engine.runner.buffers.num_tokens
+        for start in range(0, hidden.shape[0], _SCORED_ROWS):
+            rows = hidden[start : start + _SCORED_ROWS]
+            at = len(self.prompt_logprobs) + 1
+            tokens = prompt[at : at + rows.shape[0]]
+            logits = self._engine.runner.model.compute_logits(rows)[:, :num_tokens]
+            chosen, ids, values = (x.tolist() for x in top_logprobs(logits, tokens))
+            M = self.num_prompt_logprobs
+            self.prompt_logprobs += [
+                TokenLogprob(token_id=token, logprob=logprob, top=tuple(zip(i[:M], v[:M], strict=True)))
+                for token, logprob, i, v in zip(tokens.tolist(), chosen, ids, values, strict=True)
+            ]
 
     def _take_record(self) -> StepResult:
         record = self._engine.ring.poll(self._params.logprobs)
@@ -347,6 +460,8 @@ class Generation:
         if record.finish_code is FinishCode.NOT_FINITE:
             self._raise_not_finite()
         self._note(record)
+        if self.constraint is not None:
+            self.constraint.advance(record.token_ids)
         return StepResult(
             token_ids=record.token_ids,
             logprobs=record.logprobs,

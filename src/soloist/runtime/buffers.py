@@ -38,11 +38,14 @@ class SamplingPlan:
     has_penalties: bool
     has_min_tokens: bool
     has_logprobs: bool
+    # Whether every row has a set of its own of the tokens that may be drawn.
+    has_constraint: bool
 
     @classmethod
-    def of(cls, params: SamplingParams) -> Self:
+    def of(cls, params: SamplingParams, *, has_constraint: bool = False) -> Self:
         """Choose the parts that `params` needs."""
         return cls(
+            has_constraint=has_constraint,
             is_greedy=params.is_greedy,
             has_logit_bias=bool(params.logit_bias),
             has_penalties=params.has_penalties,
@@ -95,6 +98,8 @@ class StepBuffers:
     stop_mask: torch.Tensor
     # (N) fp32, added to the logits; written only for a plan that has it.
     logit_bias: torch.Tensor
+    # (T, N) bool: tokens that each row may be followed by; written and read only for a plan with a constraint.
+    is_allowed: torch.Tensor
     # (N) bool: tokens of the prompt; written only for a plan with penalties.
     prompt_mask: torch.Tensor
     # (N) int32: how often the answer holds each token, the pending one included; as above.
@@ -133,6 +138,7 @@ class StepBuffers:
             seed=zeros(dtype=torch.int64),
             stop_mask=zeros(N, dtype=torch.bool),
             logit_bias=zeros(N, dtype=f32),
+            is_allowed=zeros(T, N, dtype=torch.bool),
             prompt_mask=zeros(N, dtype=torch.bool),
             output_counts=zeros(N, dtype=i32),
             **{name: zeros(dtype=f32) for name in scalars},
@@ -157,6 +163,7 @@ class StepBuffers:
         seed: int,
         max_tokens: int,
         stop_ids: Iterable[int],
+        has_constraint: bool = False,
     ) -> SamplingPlan:
         """Set everything for a request, before its first step.
 
@@ -166,11 +173,12 @@ class StepBuffers:
             seed: 64 bits, signed.
             max_tokens: at least 1.
             stop_ids: tokens that end the answer.
+            has_constraint: whether `is_allowed` will be written in every step.
 
         Returns:
             What of the sampler the request needs.
         """
-        plan = SamplingPlan.of(params)
+        plan = SamplingPlan.of(params, has_constraint=has_constraint)
         self.input_ids.zero_()
         self.input_ids[0] = prompt_ids[-1]
         self.width.fill_(1)

@@ -83,7 +83,7 @@ class ModelRunner:
         on_progress: Callable[[int, int], None] | None = None,
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Put prompt tokens into the empty cache, chunk by chunk.
+        """Put prompt tokens behind what the cache holds, chunk by chunk.
 
         Args:
             input_ids: (n,) int64 on the model's device, n at least 0.
@@ -94,7 +94,6 @@ class ModelRunner:
         Returns:
             Whether all tokens were read; False after a cancel.
         """
-        self.cache.reset()
         total = input_ids.shape[0]
         for start in range(0, total, self.chunk_tokens):
             if on_progress is not None:

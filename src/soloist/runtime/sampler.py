@@ -64,6 +64,8 @@ def _is_finite(highest: torch.Tensor, rows: torch.Tensor, width: torch.Tensor) -
 
 
 def _adjust(logits: torch.Tensor, buffers: StepBuffers, rows: torch.Tensor, plan: SamplingPlan) -> torch.Tensor:
+    if plan.has_constraint:
+        logits = logits.masked_fill(~buffers.is_allowed[: logits.shape[0]], float("-inf"))
     if plan.has_logit_bias:
         logits = logits + buffers.logit_bias
     if plan.has_penalties:
