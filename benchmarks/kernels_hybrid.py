@@ -1,7 +1,7 @@
-"""Time the KDA, MLA and mixture-of-experts kernels by width against their floors, after checking them against the references.
+"""Time the KDA, MLA and mixture-of-experts kernels by width against their floors, once they equal the references.
 
-Run on a CUDA machine: `PYTHONPATH=src python benchmarks/kernels_hybrid.py [--tune] [--json FILE]`. Weights are cold: each call of a captured
-chain reads another copy, or other experts, of far more bytes than the L2 holds.
+Run on a CUDA machine: `PYTHONPATH=src python benchmarks/kernels_hybrid.py [--tune] [--json FILE]`. Weights are cold:
+each call of a captured chain reads another copy, or other experts, of far more bytes than the L2 holds.
 """
 
 import argparse

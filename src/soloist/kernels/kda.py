@@ -22,6 +22,10 @@ import torch
 import torch.nn.functional as F
 
 from soloist.kernels.check import FLOATS, expect, use_reference
+from soloist.kernels.launch import HAS_TRITON
+
+if HAS_TRITON:
+    from soloist.kernels import kda_triton
 from soloist.kernels.norm import gated_rms_norm_ref
 
 # Rows that one triangular system ties together, and rows whose decays are formed pair by pair.
@@ -332,11 +336,10 @@ def kda_step(
     """
     dims = _expect_layer(qkv, f, gate, b, conv_w, A_log, dt_bias, o_norm, state, conv, num_heads)
     assert dims["T"] == 1, f"a step is one row, got {dims['T']}"
-    if not use_reference(qkv):
-        raise NotImplementedError("kda_step has no CUDA kernel; SOLOIST_REFERENCE=1 runs the reference there")
-    return kda_step_ref(
-        qkv, f, gate, b, conv_w, A_log, dt_bias, o_norm, eps, state, conv, num_heads=num_heads, lower_bound=lower_bound
-    )
+    layer = (qkv, f, gate, b, conv_w, A_log, dt_bias, o_norm, eps, state, conv)
+    if use_reference(qkv):
+        return kda_step_ref(*layer, num_heads=num_heads, lower_bound=lower_bound)
+    return kda_triton.step(*layer, lower_bound=lower_bound)
 
 
 def kda_chunk(
@@ -370,11 +373,10 @@ def kda_chunk(
     Source: Kimi Linear, arXiv 2510.26692, section 3 (the chunkwise form).
     """
     _expect_layer(qkv, f, gate, b, conv_w, A_log, dt_bias, o_norm, state, conv, num_heads)
-    if not use_reference(qkv):
-        raise NotImplementedError("kda_chunk has no CUDA kernel; SOLOIST_REFERENCE=1 runs the reference there")
-    return kda_chunk_ref(
-        qkv, f, gate, b, conv_w, A_log, dt_bias, o_norm, eps, state, conv, num_heads=num_heads, lower_bound=lower_bound
-    )
+    layer = (qkv, f, gate, b, conv_w, A_log, dt_bias, o_norm, eps, state, conv)
+    if use_reference(qkv):
+        return kda_chunk_ref(*layer, num_heads=num_heads, lower_bound=lower_bound)
+    return kda_triton.run_rows(*layer, None, lower_bound=lower_bound)
 
 
 def kda_verify(
@@ -418,11 +420,11 @@ def kda_verify(
     expect(verify_g, "T_max H K", torch.float32, dims, name="verify_g")
     expect(verify_conv, "T_max C", qkv.dtype, dims, name="verify_conv")
     assert dims["T"] <= min(SUB_CHUNK, dims["T_max"]), f"{dims['T']} rows to verify, room for {dims['T_max']}"
-    if not use_reference(qkv):
-        raise NotImplementedError("kda_verify has no CUDA kernel; SOLOIST_REFERENCE=1 runs the reference there")
     layer = (qkv, f, gate, b, conv_w, A_log, dt_bias, o_norm, eps, state, conv)
     kept = (verify_k, verify_u, verify_g, verify_conv)
-    return kda_verify_ref(*layer, *kept, num_heads=num_heads, lower_bound=lower_bound)
+    if use_reference(qkv):
+        return kda_verify_ref(*layer, *kept, num_heads=num_heads, lower_bound=lower_bound)
+    return kda_triton.run_rows(*layer, kept, lower_bound=lower_bound)
 
 
 def kda_commit(
@@ -457,6 +459,8 @@ def kda_commit(
     expect(verify_g, "L T H K", torch.float32, dims, name="verify_g")
     expect(verify_conv, "L T C", conv.dtype, dims, name="verify_conv")
     expect(num_rows, "", torch.int32, dims, name="num_rows")
-    if not use_reference(state):
-        raise NotImplementedError("kda_commit has no CUDA kernel; SOLOIST_REFERENCE=1 runs the reference there")
-    kda_commit_ref(state, conv, verify_k, verify_u, verify_g, verify_conv, num_rows)
+    kept = (verify_k, verify_u, verify_g, verify_conv)
+    if use_reference(state):
+        kda_commit_ref(state, conv, *kept, num_rows)
+    else:
+        kda_triton.commit(state, conv, *kept, num_rows)

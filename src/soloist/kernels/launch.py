@@ -1,10 +1,11 @@
 """How Triton kernels are launched: programmatic dependent launch, arrival counters, the interpreter.
 
-Owns the one place where Triton is imported as optional (CPU installs do not have it), the switch for programmatic dependent
-launch (PDL) and the zeroed counters that last-arriver combines use.
+Owns the one place where Triton is imported as optional (CPU installs do not have it), the switch for programmatic
+dependent launch (PDL) and the zeroed counters that last-arriver combines use.
 
-A kernel of a step takes a constexpr `PDL` and calls `wait_for_producers(PDL)` before it reads anything that the kernel before it
-wrote, then `let_consumers_start(PDL)`. Every kernel waits, so whatever was written two launches earlier is complete when a kernel
+A kernel of a step takes a constexpr `PDL` and calls `wait_for_producers(PDL)` before it reads anything that the kernel
+before it wrote, then `let_consumers_start(PDL)`. Every kernel waits, so whatever was written two launches earlier is
+complete when a kernel
 starts: weights, and state of the previous step, may be read before the wait.
 
 Source: CUDA programming guide, programmatic dependent launch; PTX `griddepcontrol`.
@@ -55,8 +56,8 @@ def pdl_options() -> dict[str, Any]:
 def arrival_counters(device: torch.device) -> torch.Tensor:
     """Counters for last-arriver combines: (65536,) int32, zero between kernels.
 
-    Shared by every kernel of one device, since a step runs on one stream: each kernel leaves the counters it used at zero, and
-    none touches them before its wait.
+    Shared by every kernel of one device, since a step runs on one stream: each kernel leaves the counters it used at
+    zero, and none touches them before its wait.
     """
     return torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=device)
 
@@ -90,7 +91,7 @@ if HAS_TRITON:
 
     @triton.jit
     def wait_for_all_programs(counter_ptr, num_programs):
-        """Grid barrier, for grids that the GPU holds at once. The counter is left at `num_programs`; somebody resets it later."""
+        """Grid barrier, for grids the GPU holds at once. Leaves the counter at `num_programs`; the caller resets it."""
         tl.debug_barrier()
         tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
         # The interpreter runs programs one after another: only a grid of one can wait there.
@@ -100,11 +101,16 @@ if HAS_TRITON:
 
     @triton.jit
     def prefetch_rows(ptr, num_elements: tl.constexpr, PDL: tl.constexpr):
-        """Bring contiguous 2-byte elements into L2 without waiting for them: for weights, before the wait for producers."""
+        """Bring contiguous 2-byte elements into L2 without waiting: weights, before the wait for producers."""
         if PDL:
             for o in tl.static_range(0, num_elements, 64 * 512):
                 i = o + tl.arange(0, 512) * 64
                 p = ptr + tl.minimum(i, num_elements - 1)
                 tl.inline_asm_elementwise(
-                    "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [p.to(tl.uint64)], dtype=tl.int32, is_pure=False, pack=1
+                    "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+                    "=r,l",
+                    [p.to(tl.uint64)],
+                    dtype=tl.int32,
+                    is_pure=False,
+                    pack=1,
                 )

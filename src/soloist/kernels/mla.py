@@ -17,8 +17,12 @@ Rounding: c and k_r to the model's dtype as they enter the cache, y at the end; 
 import torch
 
 from soloist.kernels.check import FLOATS, expect, use_reference
+from soloist.kernels.launch import HAS_TRITON
 from soloist.kernels.norm import rms_norm_ref
 from soloist.kernels.rotary import apply_rotary_ref
+
+if HAS_TRITON:
+    from soloist.kernels import mla_triton
 
 # Queries from which on expanding the cache costs less than absorbing the maps: (Kn+V) R S a head against (2R-Kn-V) T S.
 MIN_ROWS_TO_EXPAND = 170
@@ -176,7 +180,8 @@ def mla_attention(
         expect(cos, f"S' {P // 2}", torch.float32, dims, name="cos")
         expect(sin, f"S' {P // 2}", torch.float32, dims, name="sin")
     if not use_reference(q):
-        raise NotImplementedError("mla_attention has no CUDA kernel; SOLOIST_REFERENCE=1 runs the reference there")
-    form = mla_attention_ref if dims["T"] < MIN_ROWS_TO_EXPAND else mla_naive_ref
+        form = mla_triton.attend
+    else:
+        form = mla_attention_ref if dims["T"] < MIN_ROWS_TO_EXPAND else mla_naive_ref
     args = (q, kv, gate, kv_norm, eps, w_kv_b, latent_cache, context_len, cos, sin)
     return form(*args, num_heads=num_heads, v_head_dim=v_head_dim, scale=scale)

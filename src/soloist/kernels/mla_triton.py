@@ -2,10 +2,10 @@
 
 Three launches for a step of T <= 16 rows, all reading the context length from device memory:
 
-1. `prepare_kernel`: absorbed query q_nope W_uk, rotated q_rope; one more program per row normalises the latent, rotates the shared key and
-   writes the cache row.
-2. `attention_kernel`: the T x H query rows share one key/value head, so they fold into the tile; the cached positions are split over
-   programs, each of which leaves a partial result and its running maximum and sum.
+1. `prepare_kernel`: absorbed query q_nope W_uk, rotated q_rope; one more program per row normalises the latent,
+   rotates the shared key and writes the cache row.
+2. `attention_kernel`: the T x H query rows share one key/value head, so they fold into the tile; the cached positions
+   are split over programs, each of which leaves a partial result and its running maximum and sum.
 3. `combine_kernel`: merges the splits of one head in order, applies W_uv and the head's gate.
 
 A prompt uses 1 and 2 with one split, and a batched matrix product for W_uv.
@@ -135,7 +135,18 @@ def prepare_kernel(
         t = first_row + pid - H
         if (tl.program_id(1) == 0) & (t < T):
             _write_row(
-                kv_ptr, kv_norm_ptr, cos_ptr, sin_ptr, latent_cache_ptr, context_len_ptr, t, kv_stride_t, eps, R, P, HAS_ROTARY
+                kv_ptr,
+                kv_norm_ptr,
+                cos_ptr,
+                sin_ptr,
+                latent_cache_ptr,
+                context_len_ptr,
+                t,
+                kv_stride_t,
+                eps,
+                R,
+                P,
+                HAS_ROTARY,
             )
 
 
@@ -158,10 +169,10 @@ def attention_kernel(
     PDL: tl.constexpr,
     IS_FP32_DOT: tl.constexpr,
 ):
-    """Attention of BM folded rows (row m = t * H + h) over one split of the cached positions. Grid: (row tiles, NUM_SPLITS).
+    """Attention of BM folded rows (row m = t * H + h) over one split of the positions. Grid: (row tiles, NUM_SPLITS).
 
-    partial (NUM_SPLITS, T*H, R), normalised within its split; partial_max, partial_sum (NUM_SPLITS, T*H) fp32, in base 2. An empty split
-    leaves a sum of zero.
+    partial (NUM_SPLITS, T*H, R), normalised within its split; partial_max, partial_sum (NUM_SPLITS, T*H) fp32, in base
+    2. An empty split leaves a sum of zero.
     """
     i_m = tl.program_id(0) * BM + tl.arange(0, BM)
     split = tl.program_id(1)

@@ -24,7 +24,13 @@ import torch.nn.functional as F
 
 from soloist.errors import UnsupportedError
 from soloist.kernels.check import FLOATS, expect, use_reference
-from soloist.kernels.norm import rms_norm_ref
+from soloist.kernels.launch import HAS_TRITON
+from soloist.kernels.linear import linear, norm_swiglu
+from soloist.kernels.norm import rms_norm, rms_norm_ref
+
+if HAS_TRITON:
+    from soloist.kernels.moe_grouped_triton import run_experts
+    from soloist.kernels.moe_triton import MAX_STEP_ROWS, moe_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,20 +181,36 @@ def moe(
         expect(width, "", torch.int32, dims, name="width")
     assert all(bound is None or bound > 0 for bound in (limit, shared_limit)), "no clamp is None, not 0"
     assert dims["E"] % settings.n_group == 0, f"{dims['E']} experts in {settings.n_group} groups"
-    if not use_reference(x):
-        raise NotImplementedError("moe has no CUDA kernel; SOLOIST_REFERENCE=1 runs the reference there")
-    return moe_ref(
-        x,
-        norm_weight,
-        eps,
-        router_weight,
-        expert_bias,
-        gate_up,
-        down,
-        shared_gate_up,
-        shared_down,
-        settings,
-        limit=limit,
-        shared_limit=shared_limit,
-        width=width,
-    )
+    layer = (x, norm_weight, eps, router_weight, expert_bias, gate_up, down, shared_gate_up, shared_down, settings)
+    if use_reference(x):
+        return moe_ref(*layer, limit=limit, shared_limit=shared_limit, width=width)
+    if dims["T"] <= MAX_STEP_ROWS:
+        assert dims.get("Fs", 0) % dims["F"] == 0, f"a shared expert of {dims['Fs']} in slots of {dims['F']}"
+        return moe_step(*layer, limit=limit, shared_limit=shared_limit, width=width)
+    assert width is None, "only a step has padding rows"
+    return _moe_prompt(*layer, limit=limit, shared_limit=shared_limit)
+
+
+def _moe_prompt(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    router_weight: torch.Tensor,
+    expert_bias: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    shared_gate_up: torch.Tensor | None,
+    shared_down: torch.Tensor | None,
+    settings: RouterSettings,
+    *,
+    limit: float | None,
+    shared_limit: float | None,
+) -> torch.Tensor:
+    """Run a prompt's rows on a GPU: grouped products for the routed experts, dense ones for the shared expert."""
+    h = rms_norm(x, norm_weight, eps)
+    logits = linear(h, router_weight, out_dtype=torch.float32)
+    y = x + run_experts(h, *route_ref(logits, expert_bias, settings), gate_up, down, limit)  # (T, D) fp32
+    if shared_gate_up is not None and shared_down is not None:
+        a = norm_swiglu(x, norm_weight, eps, shared_gate_up, limit=shared_limit)
+        y += linear(a, shared_down, out_dtype=torch.float32)
+    return y.to(x.dtype)

@@ -1,7 +1,8 @@
 """Grouped products of a prompt's mixture of experts: more rows than a step, each expert on the rows that chose it.
 
-The (token, choice) pairs are sorted by expert and cut into blocks of at most BLOCK_ROWS pairs of one expert; both products run over the
-blocks, and each token adds its choices in order. No count is read on the host: the grid is the largest number of blocks there can be.
+The (token, choice) pairs are sorted by expert and cut into blocks of at most BLOCK_ROWS pairs of one expert; both
+products run over the blocks, and each token adds its choices in order. No count is read on the host: the grid is the
+largest number of blocks there can be.
 """
 
 import torch
@@ -84,7 +85,7 @@ def grouped_down_kernel(
     BF: tl.constexpr,
     IS_FP32_DOT: tl.constexpr,
 ):
-    """out[position of the pair] = weight * W_down act, fp32. Grid: (D / BD, blocks). out (pairs, D), in (token, choice) order."""
+    """out[place of the pair] = weight * W_down act. Grid: (D / BD, blocks). out (pairs, D) fp32, choices in order."""
     block = tl.program_id(1)
     start = tl.load(block_start_ptr + block)
     end = tl.load(block_end_ptr + block)
@@ -116,7 +117,8 @@ def _blocks(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torc
         num_experts: E.
 
     Returns:
-        The sorted pairs' old places (pairs), then each block's expert, first pair and end, (blocks) int32; an unused block is empty.
+        The sorted pairs' old places (pairs), then each block's expert, first pair and end, (blocks) int32; an unused
+        block is empty.
     """
     num_pairs = experts.shape[0]
     sorted_experts, order = experts.sort(stable=True)

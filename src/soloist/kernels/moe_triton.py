@@ -1,13 +1,14 @@
 """Triton kernels of the mixture of experts; the equation, the reference and the launcher are in `kernels/moe.py`.
 
-A step of T <= 16 tokens is three launches. Every token goes through every expert that any token chose ("sparse experts as
-GEMMs"): the products are bound by the bytes of the weights, so the extra columns are free, and a weight of zero removes them.
+A step of T <= 16 tokens is three launches. Every token goes through every expert that any token chose ("sparse experts
+as GEMMs"): the products are bound by the bytes of the weights, so the extra columns are free, and a weight of zero
+removes them.
 
-1. `router_kernel`: norm and logits; when all are there, the top-k, a token per program; then the list of slots, one per distinct
-   expert, then the shared expert's, each with a weight per token.
+1. `router_kernel`: norm and logits; when all are there, the top-k, a token per program; then the list of slots, one
+   per distinct expert behind the shared expert's, each with a weight per token.
 2. `gate_up_kernel`: one program per (slot, tile of F): SwiGLU of two products, times the token's weight, rounded once.
-3. `down_kernel`: a plain product over the concatenated (slot, F) axis, split over slots; the last program of a tile adds the splits in
-   order and the residual.
+3. `down_kernel`: a plain product over the concatenated (slot, F) axis, split over slots; the last program of a tile
+   adds the splits in order and the residual.
 
 A prompt (T > 16) is `kernels/moe_grouped_triton.py`.
 
@@ -47,6 +48,14 @@ class RouterShape(Protocol):
 
 
 @triton.jit
+def _sort_keys(x, i_place, NUM_PLACES: tl.constexpr):
+    """Keys, all different, whose largest is that of the largest x, at the lowest place among equals."""
+    bits = x.to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << 32) | (NUM_PLACES - 1 - i_place)
+
+
+@triton.jit
 def _choose_experts(
     logits_ptr,
     bias_ptr,
@@ -60,27 +69,29 @@ def _choose_experts(
     SCALE: tl.constexpr,
 ):
     """Group-limited top-k of one token: row t of weight (TP, E) fp32, zero for the experts it does not take."""
+    lowest = -0x8000000000000000
     i_e = tl.arange(0, E)
     b_score = tl.sigmoid(tl.load(logits_ptr + t * E + i_e, cache_modifier=".cg"))  # (E,)
     b_biased = b_score + tl.load(bias_ptr + i_e)
+    b_key = _sort_keys(b_biased, i_e, E)
     if NUM_GROUPS > 1:
-        b_grouped = tl.reshape(b_biased, (NUM_GROUPS, E // NUM_GROUPS))
         i_g = tl.arange(0, NUM_GROUPS)
-        i_member = tl.arange(0, E // NUM_GROUPS)
-        b_first, i_first = tl.max(b_grouped, axis=1, return_indices=True)
-        b_rest = tl.where(i_member[None, :] == i_first[:, None], float("-inf"), b_grouped)
-        b_group = b_first + tl.max(b_rest, axis=1)  # (NUM_GROUPS,)
-        m_keep = i_g < 0
+        b_grouped = tl.reshape(b_biased, (NUM_GROUPS, E // NUM_GROUPS))
+        b_grouped_key = tl.reshape(b_key, (NUM_GROUPS, E // NUM_GROUPS))
+        m_first = b_grouped_key == tl.max(b_grouped_key, axis=1)[:, None]
+        b_second = tl.max(tl.where(m_first, float("-inf"), b_grouped), axis=1)
+        b_group = _sort_keys(tl.max(b_grouped, axis=1) + b_second, i_g, NUM_GROUPS)  # (NUM_GROUPS,)
+        m_lost = i_g >= 0
         for _ in tl.static_range(TOPK_GROUPS):
-            m_best = i_g == tl.argmax(b_group, axis=0, tie_break_left=True)
-            m_keep = m_keep | m_best
-            b_group = tl.where(m_best, float("-inf"), b_group)
-        b_biased = tl.reshape(tl.where(m_keep[:, None], b_grouped, float("-inf")), (E,))
+            m_best = b_group == tl.max(b_group, axis=0)
+            m_lost = m_lost & (b_group != tl.max(b_group, axis=0))
+            b_group = tl.where(m_best, lowest, b_group)
+        b_key = tl.reshape(tl.where(m_lost[:, None], lowest, b_grouped_key), (E,))
     m_chosen = i_e < 0
     for _ in tl.static_range(A):
-        m_best = i_e == tl.argmax(b_biased, axis=0, tie_break_left=True)
+        m_best = b_key == tl.max(b_key, axis=0)
         m_chosen = m_chosen | m_best
-        b_biased = tl.where(m_best, float("-inf"), b_biased)
+        b_key = tl.where(m_best, lowest, b_key)
     b_weight = tl.where(m_chosen & (t < num_tokens), b_score, 0.0)
     b_weight = b_weight / (tl.sum(b_weight, axis=0) + 1e-20) * SCALE
     tl.store(weight_ptr + t * E + i_e, b_weight)
@@ -98,24 +109,23 @@ def _list_slots(
     NUM_SHARED: tl.constexpr,
     TP: tl.constexpr,
 ):
-    """List the experts that any token takes, in ascending order, then the shared ones, each with its weight per token."""
+    """List the shared experts, then those that any token takes, in ascending order, each with its weight per token."""
     i_e = tl.arange(0, E)
     i_t = tl.arange(0, TP)
+    b_weight = tl.load(
+        weight_ptr + i_t[:, None] * E + i_e[None, :], mask=(i_t < T)[:, None], other=0.0, cache_modifier=".cg"
+    )  # (TP, E)
     # A weight may underflow to zero with its score; such an expert adds nothing and is not read.
-    b_total = tl.zeros((E,), dtype=tl.float32)
-    for t in range(0, T):
-        b_total += tl.load(weight_ptr + t * E + i_e, cache_modifier=".cg")
-    m_active = b_total > 0.0
-    i_slot = tl.cumsum(m_active.to(tl.int32), axis=0) - 1
-    num_slots = tl.sum(m_active.to(tl.int32), axis=0)
+    m_active = tl.sum(b_weight, axis=0) > 0.0
+    i_slot = NUM_SHARED + tl.cumsum(m_active.to(tl.int32), axis=0) - 1
     tl.store(slot_expert_ptr + i_slot, i_e, mask=m_active)
-    for t in tl.static_range(TP):
-        b_weight = tl.load(weight_ptr + t * E + i_e, mask=m_active & (t < T), other=0.0, cache_modifier=".cg")
-        tl.store(slot_weight_ptr + i_slot * TP + t, b_weight, mask=m_active)
+    tl.store(
+        slot_weight_ptr + i_slot[None, :] * TP + i_t[:, None], b_weight, mask=m_active[None, :] & (i_t[:, None] >= 0)
+    )
     for shared in tl.static_range(NUM_SHARED):
-        tl.store(slot_expert_ptr + num_slots + shared, E + shared)
-        tl.store(slot_weight_ptr + (num_slots + shared) * TP + i_t, tl.where(i_t < num_tokens, 1.0, 0.0))
-    tl.store(num_slots_ptr, num_slots + NUM_SHARED)
+        tl.store(slot_expert_ptr + shared, E + shared)
+        tl.store(slot_weight_ptr + shared * TP + i_t, tl.where(i_t < num_tokens, 1.0, 0.0))
+    tl.store(num_slots_ptr, NUM_SHARED + tl.sum(m_active.to(tl.int32), axis=0))
 
 
 @triton.jit
@@ -148,12 +158,13 @@ def router_kernel(
     PDL: tl.constexpr,
     IS_FP32_DOT: tl.constexpr,
 ):
-    """h = rms_norm(x), logits = h W^T, the top-k and the list of slots. Grid: (E / BE,), no more than the GPU runs at once.
+    """h = rms_norm(x), logits = h W^T, the top-k and the list of slots. Grid: (E / BE,), no more than the GPU runs at
+    once.
 
     When all logits are written each program routes every (E / BE)th token, and the last one done lists the slots.
 
-    x (T, D), h (TP, D) in x's dtype; logits and weight (TP, E) fp32; slot_expert (slots) int32; slot_weight (slots, TP) fp32;
-    num_slots () int32.
+    x (T, D), h (TP, D) in x's dtype; logits and weight (TP, E) fp32; slot_expert (slots) int32; slot_weight (slots,
+    TP) fp32; num_slots () int32.
     """
     pid = tl.program_id(0)
     num_programs = tl.num_programs(0)
@@ -166,26 +177,26 @@ def router_kernel(
     wait_for_producers(PDL)
     let_consumers_start(PDL)
 
+    # The norm's scale is a factor of the logits: one pass over x gives both.
     b_square = tl.zeros((TP,), dtype=tl.float32)
     b_logits = tl.zeros((BE, TP), dtype=tl.float32)
     for block in range(num_blocks):
         i_d = block * BD + tl.arange(0, BD)
+        b_gate = tl.load(gate_ptr + i_e[:, None] * D + i_d[None, :])  # (BE, BD)
         b_x = tl.load(x_ptr + i_t[:, None] * D + i_d[None, :], mask=m_t[:, None], other=0.0).to(tl.float32)
         b_square += tl.sum(b_x * b_x, axis=1)
+        b_h = tl.trans((b_x * tl.load(norm_weight_ptr + i_d).to(tl.float32)[None, :]).to(h_ptr.dtype.element_ty))
+        if IS_FP32_DOT:
+            b_logits += tl.dot(b_gate.to(tl.float32), b_h.to(tl.float32), input_precision="ieee")
+        else:
+            b_logits += tl.dot(b_gate.to(b_h.dtype), b_h)
     b_scale = 1.0 / tl.sqrt(b_square / D + eps)  # (TP,)
-    for block in range(num_blocks):
+    tl.store(logits_ptr + i_t[None, :] * E + i_e[:, None], b_logits * b_scale[None, :])
+    for block in range(pid, num_blocks, num_programs):
         i_d = block * BD + tl.arange(0, BD)
         b_x = tl.load(x_ptr + i_t[:, None] * D + i_d[None, :], mask=m_t[:, None], other=0.0).to(tl.float32)
-        b_norm = tl.load(norm_weight_ptr + i_d).to(tl.float32)
-        b_h = (b_x * b_scale[:, None] * b_norm[None, :]).to(h_ptr.dtype.element_ty)  # (TP, BD)
-        if block % num_programs == pid:
-            tl.store(h_ptr + i_t[:, None] * D + i_d[None, :], b_h)
-        b_gate = tl.load(gate_ptr + i_e[:, None] * D + i_d[None, :])  # (BE, BD)
-        if IS_FP32_DOT:
-            b_logits += tl.dot(b_gate.to(tl.float32), tl.trans(b_h.to(tl.float32)), input_precision="ieee")
-        else:
-            b_logits += tl.dot(b_gate.to(b_h.dtype), tl.trans(b_h))
-    tl.store(logits_ptr + i_t[None, :] * E + i_e[:, None], b_logits)
+        b_h = b_x * b_scale[:, None] * tl.load(norm_weight_ptr + i_d).to(tl.float32)[None, :]
+        tl.store(h_ptr + i_t[:, None] * D + i_d[None, :], b_h.to(h_ptr.dtype.element_ty))
 
     wait_for_all_programs(counter_ptr, num_programs)
     num_tokens = T
@@ -213,6 +224,7 @@ def gate_up_kernel(
     E: tl.constexpr,
     F: tl.constexpr,
     SHARED_F: tl.constexpr,
+    NUM_SHARED: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
     HAS_SHARED_LIMIT: tl.constexpr,
     TP: tl.constexpr,
@@ -229,6 +241,10 @@ def gate_up_kernel(
     slot = tl.program_id(1)
     i_t = tl.arange(0, TP)
 
+    if slot < NUM_SHARED:
+        o_first = shared_offset + (slot * F + tl.program_id(0) * BF) * D
+        prefetch_rows(gate_up_ptr + o_first, BF * D, PDL)
+        prefetch_rows(gate_up_ptr + o_first + SHARED_F * D, BF * D, PDL)
     wait_for_producers(PDL)
     let_consumers_start(PDL)
     if slot < tl.load(num_slots_ptr):
@@ -295,13 +311,13 @@ def down_kernel(
 ):
     """out = residual + sum over slots of W_down act. Grid: (D / BD, NUM_SPLITS).
 
-    down (E, D, F); `shared_offset` elements behind it lies the shared expert's (D, SHARED_F); partial (NUM_SPLITS, TP, D) fp32.
+    down (E, D, F); `shared_offset` elements behind it lies the shared expert's (D, SHARED_F); partial (NUM_SPLITS, TP,
+    D) fp32.
     """
     pid_d = tl.program_id(0)
     split = tl.program_id(1)
     i_d = pid_d * BD + tl.arange(0, BD)
     i_t = tl.arange(0, TP)
-    blocks_per_slot: tl.constexpr = F // BF
 
     wait_for_producers(PDL)
     let_consumers_start(PDL)
@@ -310,20 +326,21 @@ def down_kernel(
     last = (split + 1) * num_slots // NUM_SPLITS
 
     b_out = tl.zeros((BD, TP), dtype=tl.float32)
-    for i in tl.range(first * blocks_per_slot, last * blocks_per_slot):
-        slot = i // blocks_per_slot
-        i_f = (i % blocks_per_slot) * BF + tl.arange(0, BF)
+    for slot in range(first, last):
         expert = tl.load(slot_expert_ptr + slot).to(tl.int64)
         is_shared = expert >= E
         o_down = tl.where(is_shared, shared_offset + (expert - E) * F, expert * D * F)
         stride_d = tl.where(is_shared, SHARED_F, F)
-        p_down = down_ptr + tl.multiple_of(o_down, 16) + i_d[:, None] * tl.multiple_of(stride_d, 16) + i_f[None, :]
-        w_down = tl.load(p_down, eviction_policy="evict_first")
-        b_act = tl.load(act_ptr + slot * TP * F + i_t[None, :] * F + i_f[:, None])
-        if IS_FP32_DOT:
-            b_out += tl.dot(w_down.to(tl.float32), b_act.to(tl.float32), input_precision="ieee")
-        else:
-            b_out += tl.dot(w_down, b_act)
+        p_down = down_ptr + tl.multiple_of(o_down, 16) + i_d[:, None] * tl.multiple_of(stride_d, 16)
+        p_act = act_ptr + slot * TP * F + i_t[None, :] * F
+        for o_f in range(0, F, BF):
+            i_f = o_f + tl.arange(0, BF)
+            w_down = tl.load(p_down + i_f[None, :], eviction_policy="evict_first")
+            b_act = tl.load(p_act + i_f[:, None])
+            if IS_FP32_DOT:
+                b_out += tl.dot(w_down.to(tl.float32), b_act.to(tl.float32), input_precision="ieee")
+            else:
+                b_out += tl.dot(w_down, b_act)
 
     m_out = (i_t < T)[None, :]
     p_out = i_t[None, :] * D + i_d[:, None]
@@ -357,16 +374,27 @@ class StepSettings:
     # Experts a router program scores.
     router_block_e: int = 16
     # Rows of gate (and of up) a gate_up program owns.
-    gate_up_block_f: int = 16
-    gate_up_block_d: int = 128
+    gate_up_block_f: int
+    gate_up_block_d: int
     gate_up_warps: int = 4
-    gate_up_stages: int = 4
+    gate_up_stages: int
     # Rows a down program owns, and over how many programs the slots are split.
-    down_block_d: int = 32
+    down_block_d: int
     down_block_f: int = 128
     down_warps: int = 4
-    down_stages: int = 4
-    down_splits: int = 8
+    down_stages: int
+    down_splits: int
+
+
+# By the most rows of a step. Measured on one H200: benchmarks/results/h200/kernels.json.
+STEP_SETTINGS: dict[int, StepSettings] = {
+    2: StepSettings(
+        gate_up_block_f=64, gate_up_block_d=128, gate_up_stages=3, down_block_d=64, down_stages=3, down_splits=9
+    ),
+    16: StepSettings(
+        gate_up_block_f=64, gate_up_block_d=128, gate_up_stages=3, down_block_d=64, down_stages=3, down_splits=16
+    ),
+}
 
 
 def moe_step(
@@ -384,10 +412,12 @@ def moe_step(
     limit: float | None,
     shared_limit: float | None,
     width: torch.Tensor | None,
-    settings: StepSettings,
+    settings: StepSettings | None = None,
 ) -> torch.Tensor:
-    """Launch a step of T <= 16 rows; arguments as `moe` in `kernels/moe.py`. Row i does not depend on T."""
+    """Launch a step of T <= 16 rows; arguments as `moe`, and the launch settings if not the table's."""
     T, D = x.shape
+    if settings is None:
+        settings = next(known for most_rows, known in STEP_SETTINGS.items() if most_rows >= T)
     E, _, F = down.shape
     shared_f = 0 if shared_down is None else shared_down.shape[1]
     num_shared = shared_f // F
@@ -452,6 +482,7 @@ def moe_step(
         E=E,
         F=F,
         SHARED_F=shared_f,
+        NUM_SHARED=num_shared,
         HAS_LIMIT=limit is not None,
         HAS_SHARED_LIMIT=shared_limit is not None,
         TP=TP,
