@@ -79,7 +79,7 @@ class LLM:
         assert source is not None
         target = load_model(
             source,
-            device=device or "cpu",
+            device=_as_device(device),
             dtype=_as_dtype(dtype),
             weights=weights,
             seed=seed,
