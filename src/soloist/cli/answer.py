@@ -1,0 +1,122 @@
+"""What `run` and `chat` share: loading a model, showing an answer as it comes, the speed line."""
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+from soloist.cli.interrupt import Interrupt
+from soloist.cli.terminal import Bar, print_dim
+from soloist.config import Environment
+from soloist.errors import UsageError
+from soloist.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from soloist.llm import LLM, Completion, Delta, OnPrefill, Stream
+
+
+def checked_text(text: str, what: str) -> str:
+    """Give `text` back.
+
+    Raises:
+        UsageError: it holds bytes that are not UTF-8, as arguments may.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{what} is not UTF-8: there is a stray byte behind {error.start} characters") from None
+    return text
+
+
+def make_params(**given: Any) -> SamplingParams:
+    """Make sampling parameters of the options that were given; the others keep their defaults."""
+    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+def load(
+    model: str | None,
+    *,
+    context: int | None,
+    threads: int | None,
+    device: str | None,
+    weights: Literal["file", "random"],
+    weights_dtype: Any,
+    draft: str | None,
+) -> "LLM":
+    """Load a model, with a bar while it takes long; says what rounding costs where weights are held in another form."""
+    from soloist.llm import LLM
+
+    with Bar("reading weights") as bar:
+        llm = LLM(
+            model,
+            draft=draft,
+            device=device,
+            weights=weights,
+            weights_dtype=weights_dtype,
+            max_context_len=context,
+            num_threads=threads,
+            progress=bar,
+        )
+    report = llm.engine.runner.model.report
+    if weights_dtype is not None:
+        held = ", ".join(f"{num_bytes / 1e6:.0f} MB {kind}" for kind, num_bytes in report.bytes_by_format.items())
+        errors = ", ".join(f"{kind} {error:.2%}" for kind, error in report.packing_error.items())
+        print_dim(f"weights: {held}" + (f"; rounded by (relative RMS, worst matrix): {errors}" if errors else ""))
+    return llm
+
+
+def show_answer(start: "Callable[[OnPrefill], Stream]", write: "Callable[[Delta], None]") -> "Completion":
+    """Start an answer, write each piece as it comes, and give the whole. Ctrl-C ends it within one step.
+
+    Args:
+        start: makes the stream, given what is to be called while the prompt is read.
+        write: called with every piece.
+    """
+    with Bar("reading the prompt") as bar:
+        stream = start(bar)
+        with Interrupt(stream.cancel):
+            try:
+                write(next(stream))
+                for delta in stream:
+                    write(delta)
+            finally:
+                stream.close()
+    return stream.completion
+
+
+def write_text(delta: "Delta") -> None:
+    """Write a piece of text to stdout at once."""
+    if delta.text:
+        sys.stdout.write(delta.text)
+        sys.stdout.flush()
+
+
+def bandwidth_share(llm: "LLM", completion: "Completion") -> tuple[float, float] | None:
+    """Give the share of the read bandwidth that decoding used, and that bandwidth in GB/s; None without timed steps."""
+    from soloist.doctor import known_bandwidth
+
+    stats = completion.stats
+    # The first step belongs to the time to the first token.
+    num_steps = stats.forwards - 1
+    if num_steps < 1 or not stats.decode_s:
+        return None
+    model = llm.engine.runner.model
+    mean_width = round(1 + stats.drafted / stats.forwards)
+    mean_context_len = stats.prompt_tokens + stats.completion_tokens // 2
+    moved = model.footprint.step_bytes(mean_width, mean_context_len).total * num_steps
+    bandwidth = known_bandwidth(model.device, Environment.read().cache_dir)
+    return moved / stats.decode_s / 1e9 / bandwidth, bandwidth
+
+
+def speed_line(llm: "LLM", completion: "Completion") -> str:
+    """Say in one line what an answer took."""
+    stats = completion.stats
+    words = [f"{stats.prompt_tokens} prompt tokens", f"{stats.completion_tokens} tokens"]
+    if stats.ttft_s is not None:
+        words.append(f"TTFT {stats.ttft_s:.2f} s")
+    if stats.tpot_ms is not None and stats.decode_tok_per_s is not None:
+        words += [f"TPOT {stats.tpot_ms:.1f} ms", f"{stats.decode_tok_per_s:.0f} tok/s"]
+    if stats.drafted:
+        words.append(f"{stats.acceptance_length:.2f} tokens per step")
+    if share := bandwidth_share(llm, completion):
+        words.append(f"{share[0]:.0%} of this machine's {share[1]:.0f} GB/s")
+    return " · ".join([*words, completion.finish_reason])

@@ -1,0 +1,66 @@
+"""Options that several commands share, under the names people type without reading."""
+
+from typing import Annotated, Literal
+
+import typer
+
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "-m", "--model", help="Folder, .gguf file, hub id (org/name[@revision]) or built-in name.", metavar="MODEL"
+    ),
+]
+System = Annotated[str | None, typer.Option("--system", help="System message.", metavar="TEXT")]
+Temperature = Annotated[
+    float | None, typer.Option("--temperature", "--temp", help="0 takes the likeliest token every time.", metavar="X")
+]
+TopK = Annotated[int | None, typer.Option("--top-k", help="Keep the K likeliest tokens.", metavar="K")]
+TopP = Annotated[
+    float | None, typer.Option("--top-p", help="Keep the likeliest tokens up to this probability.", metavar="P")
+]
+MinP = Annotated[
+    float | None,
+    typer.Option("--min-p", help="Keep tokens at least this likely relative to the likeliest.", metavar="P"),
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option("--repetition-penalty", "--repeat-penalty", help="Above 1 discourages repetition.", metavar="X"),
+]
+PresencePenalty = Annotated[
+    float | None, typer.Option("--presence-penalty", help="Subtracted once from tokens already used.", metavar="X")
+]
+FrequencyPenalty = Annotated[
+    float | None, typer.Option("--frequency-penalty", help="Subtracted for every use of a token.", metavar="X")
+]
+Seed = Annotated[int | None, typer.Option("--seed", help="Same seed, same text.", metavar="N")]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option("-n", "--max-tokens", help="Longest answer, in tokens. Default: what the context holds.", metavar="N"),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option("--stop", help="End the answer before this text; repeat for several.", metavar="TEXT"),
+]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the model's end token.")]
+
+Context = Annotated[
+    int | None,
+    typer.Option(
+        "-c", "--context", "--ctx-size", "--max-model-len", help="Tokens of context to make room for.", metavar="N"
+    ),
+]
+Threads = Annotated[
+    int | None, typer.Option("-t", "--threads", help="CPU threads. Default: a short measurement.", metavar="N")
+]
+Device = Annotated[str | None, typer.Option("--device", help="cpu (the default) or cuda.", metavar="DEVICE")]
+Weights = Annotated[
+    Literal["file", "random"], typer.Option("--weights", help="`random` runs a config without its checkpoint.")
+]
+WeightsDtype = Annotated[
+    str | None,
+    typer.Option("--weights-dtype", help="How weights are held; the error it costs is shown at load.", metavar="DTYPE"),
+]
+Draft = Annotated[str | None, typer.Option("--draft", help="Drafter, or the model to draft with.", metavar="DRAFT")]
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of text.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
