@@ -68,7 +68,7 @@ class ChatTemplate:
         if not sources:
             raise UsageError(
                 f"{tokenizer.source}: the checkpoint has no chat template, so it is a base model that continues text;"
-                " give it a prompt (`soloist run`, or the completions endpoint) instead of messages"
+                " give it a prompt (`soloist run --raw`, or the completions endpoint) instead of messages"
             )
         self._templates = {name: _Template(text, tokenizer.source) for name, text in sources.items()}
         # Every id that ends an answer: the tokenizer's, and the token with which the template ends an assistant's turn.

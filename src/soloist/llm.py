@@ -261,6 +261,17 @@ def _has_template(tokenizer: Tokenizer, architecture: str) -> bool:
     return True
 
 
+def _as_device(device: torch.device | str | None) -> torch.device:
+    try:
+        parsed = torch.device(device or "cpu")
+    except RuntimeError:
+        raise UsageError(f"device is {device!r}; allowed: cpu, cuda, or one GPU as in cuda:1") from None
+    num_gpus = torch.cuda.device_count()
+    if parsed.type == "cuda" and (parsed.index or 0) >= num_gpus:
+        raise UsageError(f"device is {str(device)!r}, and PyTorch sees {num_gpus} CUDA devices; see `soloist doctor`")
+    return parsed
+
+
 def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype:
     if isinstance(dtype, str):
         if dtype not in DTYPES:
