@@ -21,6 +21,7 @@ LAYERS = (
     ("engine",),
     ("vocabulary", "tokenizer", "chat", "hub"),
     ("answer",),
+    ("answer",),
     ("llm",),
     ("profiler", "bench", "doctor"),
     ("train", "server"),

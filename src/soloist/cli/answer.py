@@ -11,7 +11,8 @@ from soloist.errors import UsageError
 from soloist.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from soloist.llm import LLM, Completion, Delta, OnPrefill, Stream
+    from soloist.answer import Completion, Delta, Stream
+    from soloist.llm import LLM, OnPrefill
 
 
 def checked_text(text: str, what: str) -> str:
@@ -40,6 +41,7 @@ def load(
     device: str | None,
     weights: Literal["file", "random"],
     weights_dtype: Any,
+    dtype: str | None,
     draft: str | None,
 ) -> "LLM":
     """Load a model, with a bar while it takes long; says what rounding costs where weights are held in another form."""
@@ -52,6 +54,7 @@ def load(
             device=device,
             weights=weights,
             weights_dtype=weights_dtype,
+            dtype=dtype,
             max_context_len=context,
             num_threads=threads,
             progress=bar,

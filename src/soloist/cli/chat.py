@@ -17,7 +17,8 @@ from soloist.config import Environment
 from soloist.errors import SoloistError, UsageError
 
 if TYPE_CHECKING:
-    from soloist.llm import LLM, Completion
+    from soloist.answer import Completion
+    from soloist.llm import LLM
     from soloist.sampling_params import SamplingParams
 
 HELP = """\
@@ -226,6 +227,7 @@ def chat(
     device: options.Device = None,
     weights: options.Weights = "file",
     weights_dtype: options.WeightsDtype = None,
+    dtype: options.Dtype = None,
     draft: options.Draft = None,
     debug: options.Debug = False,
 ) -> None:
@@ -249,6 +251,7 @@ def chat(
         device=device,
         weights=weights,
         weights_dtype=weights_dtype,
+        dtype=dtype,
         draft=draft,
     )
     is_interactive = sys.stdin.isatty()

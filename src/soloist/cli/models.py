@@ -38,7 +38,7 @@ def models(ctx: typer.Context, as_json: Json = False, debug: Debug = False) -> N
 
 @models_app.command()
 def describe(
-    name: Annotated[str, typer.Argument(help="Folder, .gguf file, hub id or built-in name.", metavar="MODEL")],
+    model: Annotated[str, typer.Argument(help="Folder, .gguf file, hub id or built-in name.", metavar="MODEL")],
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -47,7 +47,7 @@ def describe(
     from soloist.models import find_model_class, open_model, read_config
     from soloist.models.footprint import model_footprint
 
-    files = find_model(name, with_weights=False)
+    files = find_model(model, with_weights=False)
     config = files.config
     if config is None:
         assert files.path is not None

@@ -58,7 +58,15 @@ Weights = Annotated[
 ]
 WeightsDtype = Annotated[
     str | None,
-    typer.Option("--weights-dtype", help="How weights are held; the error it costs is shown at load.", metavar="DTYPE"),
+    typer.Option(
+        "--weights-dtype",
+        help="How weights are held: fp32, bf16, fp16, int8 or int4; what it rounds is shown.",
+        metavar="DTYPE",
+    ),
+]
+Dtype = Annotated[
+    Literal["bfloat16", "float16", "float32"] | None,
+    typer.Option("--dtype", help="Of activations and caches. Default: bfloat16."),
 ]
 Draft = Annotated[str | None, typer.Option("--draft", help="Drafter, or the model to draft with.", metavar="DRAFT")]
 

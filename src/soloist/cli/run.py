@@ -13,14 +13,15 @@ from soloist.cli.terminal import print_dim
 from soloist.errors import UsageError
 
 if TYPE_CHECKING:
-    from soloist.llm import LLM, Completion, Delta, OnPrefill, Stream
+    from soloist.answer import Completion, Delta, Stream
+    from soloist.llm import LLM, OnPrefill
 
 EXIT_INTERRUPTED = 130
 
 
 def run(
     prompt: Annotated[
-        str | None, typer.Argument(help="What to answer; without it, stdin is read.", metavar="[PROMPT]")
+        str | None, typer.Argument(help="What to answer; without it, stdin is read.", metavar="PROMPT")
     ] = None,
     model: options.Model = None,
     system: options.System = None,
@@ -47,6 +48,7 @@ def run(
     device: options.Device = None,
     weights: options.Weights = "file",
     weights_dtype: options.WeightsDtype = None,
+    dtype: options.Dtype = None,
     draft: options.Draft = None,
     as_json: options.Json = False,
     debug: options.Debug = False,
@@ -82,6 +84,7 @@ def run(
         device=device,
         weights=weights,
         weights_dtype=weights_dtype,
+        dtype=dtype,
         draft=draft,
     )
 
