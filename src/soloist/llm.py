@@ -21,7 +21,8 @@ from soloist.models import load_model
 from soloist.models.loader import Progress, WeightsDtype
 from soloist.runtime.runner import ModelRunner, measure_num_threads
 from soloist.sampling_params import SamplingParams
-from soloist.spec import make_drafter
+from soloist.spec import DRAFTERS, make_drafter
+from soloist.spec.setup import DrafterSetup
 from soloist.tokenizer import Tokenizer
 
 __all__ = ["LLM", "Completion", "Delta", "RequestStats", "SamplingParams", "Stream"]
@@ -38,7 +39,8 @@ class LLM:
 
     Args:
         model: a folder, a .gguf file, a hub id (`org/name[@revision]`) or a built-in name. None: the default model.
-        draft: name of a drafter. None: plain decoding.
+        draft: name of a drafter, or where a draft's checkpoint is, in the forms of `model`. None: plain decoding.
+        draft_width: most rows of a step, the pending token included: 2..16. None: what suits the drafter.
         device: where it runs. None: the CPU.
         dtype: of activations and caches: "bfloat16", "float16" or "float32". None: bfloat16.
         weights: "file", or "random" to measure speed without a checkpoint.
@@ -62,6 +64,7 @@ class LLM:
         model: str | Path | None = None,
         *,
         draft: str | None = None,
+        draft_width: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | str | None = None,
         weights: Literal["file", "random"] = "file",
@@ -89,12 +92,21 @@ class LLM:
         if tokenizer is not None:
             tokenizer.check_vocab_size(target.config.vocab_size)
         limit = max_context_len or min(DEFAULT_CONTEXT_LEN, target.config.max_position_embeddings)
-        drafter = make_drafter(draft or "off", target, limit)
+        setup = DrafterSetup(
+            target=target,
+            target_path=found.path if weights == "file" else None,
+            draft_path=None if draft is None or draft in DRAFTERS else find_model(draft).path,
+            max_context_len=limit,
+            num_tokens=target.config.vocab_size if tokenizer is None else tokenizer.num_tokens,
+            max_width=draft_width,
+            seed=seed,
+        )
+        drafter = make_drafter(draft or "off", setup)
         runner = ModelRunner(
             target,
             max_context_len=limit,
             max_width=1 + drafter.max_drafts,
-            num_tokens=None if tokenizer is None else tokenizer.num_tokens,
+            num_tokens=setup.num_tokens,
             has_draft_probs=drafter.has_draft_law,
             capture_layers=drafter.capture_layers,
         )

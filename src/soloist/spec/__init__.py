@@ -3,24 +3,43 @@
 from collections.abc import Callable
 
 from soloist.errors import UnsupportedError
-from soloist.models.causal_lm import CausalLM
 from soloist.spec.drafter import Drafter, NoDrafter
+from soloist.spec.ngram import DEFAULT_DRAFTS as NGRAM_DRAFTS
+from soloist.spec.ngram import PromptLookup
+from soloist.spec.setup import DrafterSetup
 
-# Name -> what makes the drafter, given the target and the context it shall hold.
-DRAFTERS: dict[str, Callable[[CausalLM, int], Drafter]] = {"off": lambda target, max_context_len: NoDrafter()}
+MakeDrafter = Callable[[DrafterSetup], Drafter]
 
 
-def make_drafter(name: str, target: CausalLM, max_context_len: int) -> Drafter:
-    """Make a drafter by name.
+def _make_prompt_lookup(setup: DrafterSetup) -> Drafter:
+    return PromptLookup(
+        max_context_len=setup.max_context_len,
+        max_drafts=setup.max_drafts(NGRAM_DRAFTS),
+        device=setup.target.device,
+    )
+
+
+# Drafters without a checkpoint of their own, by name.
+DRAFTERS: dict[str, MakeDrafter] = {
+    "off": lambda setup: NoDrafter(),
+    "ngram": _make_prompt_lookup,
+}
+
+
+def make_drafter(name: str, setup: DrafterSetup) -> Drafter:
+    """Make a drafter.
 
     Args:
-        name: of `DRAFTERS`.
-        target: the model it drafts for.
-        max_context_len: most tokens of a request.
+        name: of `DRAFTERS`; anything else is what the user called the checkpoint at `setup.draft_path`.
+        setup: the target and the wishes around it.
 
     Raises:
-        UnsupportedError: there is no drafter of this name.
+        UnsupportedError: there is no drafter of this name, or what is at the path cannot draft for the target.
     """
-    if name not in DRAFTERS:
-        raise UnsupportedError(f"there is no drafter {name!r}; known: {', '.join(sorted(DRAFTERS))}")
-    return DRAFTERS[name](target, max_context_len)
+    if setup.draft_path is None:
+        if name not in DRAFTERS:
+            raise UnsupportedError(
+                f"there is no drafter {name!r}; known: {', '.join(sorted(DRAFTERS))}, or the path of a draft"
+            )
+        return DRAFTERS[name](setup)
+    raise UnsupportedError(f"{name}: no drafter reads this checkpoint")

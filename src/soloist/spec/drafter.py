@@ -10,6 +10,7 @@ import torch
 
 from soloist.runtime.buffers import SamplingPlan, StepBuffers
 from soloist.spec.verify import Verdict
+from soloist.spec.width import WidthRule
 
 
 class Drafter(ABC):
@@ -27,6 +28,11 @@ class Drafter(ABC):
     has_draft_law: bool = False
     # Target layers whose residual stream the drafter reads, as in `HiddenCapture`.
     capture_layers: tuple[int, ...] = ()
+    # Whether `propose` knows how likely its drafts are kept, and then ends them by `width_rule`, if there is one. For
+    # drafters that do not, adaptive width counts what was kept before.
+    has_confidences: bool = False
+    # Set by the engine for adaptive width; None: every proposal is as long as it can be.
+    width_rule: WidthRule | None = None
 
     def begin(self, prompt_ids: torch.Tensor, plan: SamplingPlan) -> None:  # noqa: B027
         """Forget the last request and take a new one.
@@ -35,6 +41,15 @@ class Drafter(ABC):
             prompt_ids: (n,) int64, the whole prompt. Its last token is the first pending one, so it is in no prefill
                 chunk.
             plan: of the request; a greedy one wants the likeliest proposal.
+        """
+
+    def skip(self, num_tokens: int) -> None:  # noqa: B027
+        """Hear that the first tokens of the prompt are in the target's cache already and come in no prefill chunk.
+
+        Called behind `begin`, for a drafter whose `snapshot` is None; one with a state gets it back by `restore`.
+
+        Args:
+            num_tokens: how many, at least 1.
         """
 
     def prefill_chunk(  # noqa: B027
@@ -57,7 +72,8 @@ class Drafter(ABC):
         `draft_counter`. A width may depend on the past and on the confidences up to its end, not on those behind it.
 
         Args:
-            buffers: `input_ids[0]` is the pending token.
+            buffers: `input_ids[0]` is the pending token; `width` comes with the most rows this step can use, so drafts
+                behind it need not be made.
             context_len: () int32, its position.
         """
 
