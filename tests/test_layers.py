@@ -21,7 +21,6 @@ LAYERS = (
     ("engine",),
     ("vocabulary", "tokenizer", "chat", "hub"),
     ("answer",),
-    ("answer",),
     ("llm",),
     ("profiler", "bench", "doctor"),
     ("train", "server"),

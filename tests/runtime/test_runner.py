@@ -1,0 +1,78 @@
+"""The model at work: room for rows behind the context, captured states, threads."""
+
+import time
+
+import pytest
+import torch
+
+from soloist.errors import ContextLengthError, UsageError
+from soloist.models import load_model
+from soloist.models.causal_lm import CausalLM
+from soloist.runtime.runner import ModelRunner, measure_num_threads
+from tests.miniature import write_checkpoint
+from tests.scripted import TableModel
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+    return load_model(write_checkpoint(tmp_path_factory.mktemp("llama"), "llama", seed=3), dtype=torch.float32)
+
+
+def table(max_context_len: int) -> TableModel:
+    return TableModel(7, lambda positions, input_ids: torch.zeros(len(positions), 7), max_context_len=max_context_len)
+
+
+@pytest.mark.parametrize(
+    ("limit", "asked", "max_width", "context", "rows"),
+    [
+        (100, None, 1, 100, 100),
+        (100, 40, 1, 40, 40),
+        (100, 40, 16, 40, 54),
+        (100, None, 16, 86, 100),
+        (100, 95, 2, 95, 95),
+    ],
+)
+def test_rows_behind_the_context_take_of_it_only_where_the_model_has_no_more(
+    limit: int, asked: int | None, max_width: int, context: int, rows: int
+):
+    runner = ModelRunner(table(limit), max_context_len=asked, max_width=max_width)
+    assert (runner.max_context_len, runner.cache.max_context_len) == (context, rows)
+
+
+def test_a_context_the_model_does_not_allow_is_refused(llama):
+    with pytest.raises(ContextLengthError):
+        ModelRunner(llama, max_context_len=2000)
+    with pytest.raises(UsageError, match="a context of 1 tokens; allowed: at least 2"):
+        ModelRunner(llama, max_context_len=1)
+
+
+def test_padding_rows_of_the_head_are_cut_off(llama):
+    runner = ModelRunner(llama, num_tokens=250)
+    hidden, logits = runner.forward(1)
+    assert hidden.shape == (1, 60) and logits.shape == (1, 250)
+
+
+def test_a_finite_model_has_no_layer_to_name(llama):
+    runner = ModelRunner(llama)
+    assert "finite values everywhere" in runner.locate_non_finite([1, 2, 3])
+    assert int(runner.cache.context_len) == 0
+
+
+def test_the_search_names_a_position_behind_its_first_piece(tmp_path):
+    model = load_model(write_checkpoint(tmp_path / "llama", "llama", seed=3), dtype=torch.float32)
+    model.embed_tokens[200] = float("nan")
+    found = ModelRunner(model).locate_non_finite([1] * 40 + [200, 3])
+    assert found == "the embedding is the first whose output is not finite, at position 40"
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "best"),
+    [({8: 4, 4: 2, 2: 1, 1: 3}, 2), ({8: 1, 4: 2, 2: 4, 1: 8}, 8), ({8: 8, 4: 4, 2: 2, 1: 1}, 1), ({1: 1}, 1)],
+)
+def test_threads_are_halved_as_long_as_a_step_gets_faster(monkeypatch, step_ms: dict[int, int], best: int):
+    used = [max(step_ms)]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: max(step_ms))
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: used.append(n))
+    runner = ModelRunner(table(50))
+    monkeypatch.setattr(runner, "forward", lambda num_rows: time.sleep(step_ms[used[-1]] * 4e-3))
+    assert measure_num_threads(runner) == best
