@@ -106,6 +106,15 @@ class ChatTemplate:
         is_open = add_generation_prompt and text.rstrip().endswith(THINK)
         return Prompt(text=text, ids=self._tokenizer.with_bos(ids), opens_reasoning=is_open)
 
+    @property
+    def variables(self) -> frozenset[str]:
+        """What the template reads besides messages and tools: names for `template_kwargs`."""
+        return frozenset(self._pick_template(None).variables)
+
+    def text_for(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
+        """Give the source of the template that writes these tools down."""
+        return self._pick_template(tools).text
+
     def _pick_template(self, tools: Sequence[Mapping[str, Any]] | None) -> "_Template":
         if tools and "tool_use" in self._templates:
             return self._templates["tool_use"]
@@ -190,15 +199,18 @@ class _Template:
     """One Jinja template, compiled, and the variables it reads."""
 
     def __init__(self, text: str, source: str) -> None:
-        self._text = text
+        self.text = text
         self._source = source
         extensions = (_GenerationBlocks, jinja2.ext.loopcontrols)
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         try:
-            self._variables = jinja2.meta.find_undeclared_variables(environment.parse(text))
+            found = jinja2.meta.find_undeclared_variables(environment.parse(text))
             self._compiled = environment.from_string(text)
+            # What a caller may set.
+            self.variables = found - _OWN_VARIABLES
+            self._reads_tools = "tools" in found
         except jinja2.TemplateError as error:
             raise CheckpointError(f"{source}: the chat template is not valid Jinja: {error}") from error
 
@@ -209,13 +221,13 @@ class _Template:
         template_kwargs: Mapping[str, Any],
     ) -> None:
         """Refuse what the template would leave out without a word."""
-        if tools and "tools" not in self._variables:
+        if tools and not self._reads_tools:
             raise UsageError(f"{self._source}: the chat template takes no tools; this model was not made to call any")
-        if any("tool_calls" in message for message in messages) and "tool_calls" not in self._text:
+        if any("tool_calls" in message for message in messages) and "tool_calls" not in self.text:
             raise UsageError(f"{self._source}: the chat template writes no tool calls; leave them out of the messages")
-        allowed = sorted(self._variables - _OWN_VARIABLES)
+        allowed = sorted(self.variables)
         for name in template_kwargs:
-            if name in _OWN_VARIABLES or name not in self._variables:
+            if name not in self.variables:
                 raise UsageError(
                     f"the chat template has no variable {name!r}; "
                     + (f"it reads {', '.join(allowed)}" if allowed else "it reads none")

@@ -148,6 +148,11 @@ class LLM:
         """Most tokens of prompt and answer together."""
         return self.engine.runner.max_context_len
 
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """What writes messages down; None for a base model."""
+        return self._template
+
     def generate(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, on_prefill: OnPrefill | None = None
     ) -> Completion:
