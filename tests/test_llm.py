@@ -183,9 +183,7 @@ def test_no_grouping_shows(tokenizer, data: st.DataObject):
     ids = data.draw(st.lists(token, min_size=1, max_size=24))
     stops = ["END", "ND\n", "the", "he E", "\U0001f600", "\ufffd"]
     params = {
-        "stop": data.draw(
-            st.lists(st.sampled_from(["END", "ND\n", "the", "he E", "\U0001f600", "\ufffd"]), max_size=3)
-        ),
+        "stop": data.draw(st.lists(st.sampled_from(stops), max_size=3)),
         "max_tokens": data.draw(st.integers(1, 30)),
         "logprobs": data.draw(st.sampled_from([None, 1])),
         "ignore_eos": data.draw(st.booleans()),
