@@ -18,12 +18,13 @@ from soloist.errors import ContextLengthError, NumericsError, UsageError
 from soloist.kernels.sampling import top_logprobs
 from soloist.prefix import PrefixStore, Reuse
 from soloist.runtime.buffers import FinishCode, SamplingPlan
+from soloist.runtime.graph import Execution, StepGraph, StepQueue
 from soloist.runtime.ring import StepRecord, TokenLogprob, TokenRing
 from soloist.runtime.runner import ModelRunner
 from soloist.runtime.sampler import make_target
 from soloist.sampling_params import SamplingParams
 from soloist.spec.drafter import Drafter, NoDrafter
-from soloist.spec.verify import Rule, accept
+from soloist.spec.verify import Rule, accept, finish
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -127,6 +128,7 @@ class Engine:
         eos_token_ids: tokens that end an answer. None: those of the model's config.
         rule: how drafts with a law are verified.
         prefixes: what is kept for later requests. None: every prompt is read whole.
+        execution: how steps are run. None: what is fastest on the model's device.
     """
 
     def __init__(
@@ -137,6 +139,7 @@ class Engine:
         eos_token_ids: Sequence[int] | None = None,
         rule: Rule = Rule.CHAIN,
         prefixes: PrefixStore | None = None,
+        execution: Execution | None = None,
     ) -> None:
         self.runner = runner
         self.prefixes = prefixes
@@ -147,8 +150,17 @@ class Engine:
         assert buffers.max_width == 1 + self.drafter.max_drafts, "the buffers are of another width than the drafts"
         assert not self.drafter.has_draft_law or buffers.draft_probs is not None
         device = buffers.input_ids.device
-        # Steps run one at a time: one slot is read while the next is written.
-        self.ring = TokenRing(num_slots=2, max_width=buffers.max_width, num_tokens=buffers.num_tokens, device=device)
+        self.execution = execution or Execution.best_for(device)
+        # One slot is read while the steps ahead of it and the next one are written.
+        self.ring = TokenRing(
+            num_slots=self.execution.run_ahead + 2,
+            max_width=buffers.max_width,
+            num_tokens=buffers.num_tokens,
+            device=device,
+        )
+        # Captured steps by plan; they share one memory pool, since one runs at a time.
+        self._graphs: dict[SamplingPlan, StepGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self.execution.is_captured else None
         # On the CPU the width can be read for nothing, and padding rows would cost; a captured step has all rows.
         self._reads_width = device.type == "cpu"
         # Held by the request that is under way.
@@ -215,6 +227,24 @@ class Engine:
             )
         return params.max_tokens
 
+    def prepare(self, plan: SamplingPlan) -> None:
+        """Capture the step of requests with this plan, if steps are captured and this one is not yet.
+
+        Between requests only: the buffers are then behind the end of one.
+        """
+        if not self.execution.is_captured or plan in self._graphs:
+            return
+        self.runner.buffers.end()
+        self._graphs[plan] = StepGraph(self.make_step(plan), has_pdl=self.execution.has_pdl, pool=self._pool)
+        self.ring.reset()
+
+    def open_queue(self, plan: SamplingPlan, constraint: Constraint | None, num_top: int | None) -> StepQueue:
+        """Give the steps of a request whose buffers are set and whose prompt is read."""
+        if constraint is not None or not self.execution.is_captured:
+            return StepQueue(self.make_step(plan, constraint), self.ring, run_ahead=0, num_top=num_top)
+        launch = self._graphs[plan].replay
+        return StepQueue(launch, self.ring, run_ahead=self.execution.run_ahead, num_top=num_top)
+
     def make_step(self, plan: SamplingPlan, constraint: Constraint | None = None) -> Callable[[], None]:
         """Compose one step for requests with this plan: fixed shapes, no host decision, ready to be captured.
 
@@ -239,15 +269,13 @@ class Engine:
             verdict = accept(target, buffers, context_len, rule)
             runner.commit(verdict.num_committed, num_rows)
             drafter.update(buffers, verdict, hidden, runner.captured(num_rows))
-            ring.publish(
-                verdict.committed_tokens,
-                verdict.num_committed,
-                buffers.width - 1,
-                verdict.num_accepted,
-                verdict.finish_code,
-                top_logprobs(logits, verdict.committed_tokens) if plan.has_logprobs else None,
+            finish(
+                verdict,
+                buffers,
+                ring,
+                plan,
+                logprobs=top_logprobs(logits, verdict.committed_tokens) if plan.has_logprobs else None,
             )
-            buffers.advance(verdict.committed_tokens, verdict.num_committed, verdict.finish_code, plan)
 
         return step
 
@@ -279,10 +307,11 @@ class Generation:
         on_prefill: Callable[[int, int], None] | None,
     ) -> None:
         self._engine = engine
-        self._prompt_ids = prompt_ids
+        self.prompt_ids = prompt_ids
         self._params = params
         self._max_tokens = max_tokens
-        self._on_prefill = on_prefill
+        # Called with (prompt tokens read, prompt tokens to read); may be set until the request begins.
+        self.on_prefill = on_prefill
         # As `Engine.generate` was given them.
         self.turn_ends: tuple[int, ...] = ()
         self.constraint: Constraint | None = None
@@ -297,7 +326,7 @@ class Generation:
         self._is_cancelled = threading.Event()
         # Whether this request holds the engine, and whether its last result was given.
         self._is_running = self._is_over = self._has_failed = False
-        self._step: Callable[[], None] | None = None
+        self._steps: StepQueue | None = None
         self._num_kept: int | None = None
         # (drafted, accepted) of every step.
         self._drafts: list[tuple[int, int]] = []
@@ -335,10 +364,15 @@ class Generation:
             self._is_running = False
             # Steps that were enqueued ahead do nothing from here on.
             self._engine.runner.buffers.is_stop_requested.fill_(True)
+            # Those that were under way may have committed tokens that nobody was given.
+            unread = [token for record in self._drain() for token in record.token_ids]
             # A pass that broke off may have written state that belongs to no token.
             if self._engine.prefixes is not None and not self._has_failed:
-                self._engine.prefixes.end([*self._prompt_ids, *self.token_ids])
+                self._engine.prefixes.end([*self.prompt_ids, *self.token_ids, *unread])
             self._engine.in_use.release()
+
+    def _drain(self) -> list[StepRecord]:
+        return [] if self._steps is None else self._steps.drain()
 
     def keep(self, num_tokens: int) -> None:
         """Say that the client was given only the first `num_tokens` of the answer: the stats then end there too."""
@@ -350,7 +384,7 @@ class Generation:
         width = self._engine.runner.buffers.max_width
         drafted, accepted = ([step[i] for step in self._drafts] for i in range(2))
         return RequestStats(
-            prompt_tokens=len(self._prompt_ids),
+            prompt_tokens=len(self.prompt_ids),
             cached_tokens=self.reuse.num_tokens,
             completion_tokens=len(self.token_ids) if self._num_kept is None else self._num_kept,
             seed=None if self._params.is_greedy else self._seed,
@@ -366,7 +400,7 @@ class Generation:
         )
 
     def _next_result(self) -> StepResult:
-        if self._step is None:
+        if self._steps is None:
             if not self._engine.in_use.acquire(blocking=False):
                 raise UsageError("the model is answering another request; finish or close that one first")
             self._is_running = True
@@ -375,55 +409,56 @@ class Generation:
                 return _end("cancelled")
             if self._max_tokens == 0:
                 return _end("length")
-            self._step = self._engine.make_step(plan, self.constraint)
+            self._steps = self._engine.open_queue(plan, self.constraint, self._params.logprobs)
         if self._is_cancelled.is_set():
             return _end("cancelled")
-        self._step()
-        return self._take_record()
+        return self._take_record(self._steps.next())
 
     def _begin(self) -> SamplingPlan:
-        engine = self._engine
+        engine, has_constraint = self._engine, self.constraint is not None
         self._start_s = self._prefilled_s = time.perf_counter()
-        eos = () if self._params.ignore_eos else engine.eos_token_ids
+        if not has_constraint:
+            engine.prepare(SamplingPlan.of(self._params))
         engine.ring.reset()
+        eos = () if self._params.ignore_eos else engine.eos_token_ids
         return engine.runner.buffers.begin(
-            self._prompt_ids,
+            self.prompt_ids,
             self._params,
             seed=self._seed,
             max_tokens=self._max_tokens,
             stop_ids={*eos, *self._params.stop_token_ids},
-            has_constraint=self.constraint is not None,
+            has_constraint=has_constraint,
         )
 
     @torch.inference_mode()
     def _prefill(self, plan: SamplingPlan) -> bool:
         """Read what is not kept of the prompt; False after a cancel."""
         engine, runner = self._engine, self._engine.runner
-        prompt = torch.tensor(self._prompt_ids, device=runner.buffers.input_ids.device)  # (n,)
+        prompt = torch.tensor(self.prompt_ids, device=runner.buffers.input_ids.device)  # (n,)
         pauses: list[int] = []
         if engine.prefixes is None or self.num_prompt_logprobs is not None:
             engine.drafter.begin(prompt, plan)
             runner.cache.reset()
         else:
-            self.reuse, restore = engine.prefixes.begin(self._prompt_ids, runner.cache, engine.drafter)
+            self.reuse, restore = engine.prefixes.begin(self.prompt_ids, runner.cache, engine.drafter)
             engine.drafter.begin(prompt, plan)
             restore()
             if restore.is_exact:
                 # Where this prompt left another one, the next one may leave both.
                 pauses = sorted({*self.turn_ends, self.reuse.num_common})
-        start, last = self.reuse.num_tokens, len(self._prompt_ids) - 1
+        start, last = self.reuse.num_tokens, len(self.prompt_ids) - 1
         is_done = True
         for end in [*(place for place in pauses if start < place < last), last]:
             is_done = is_done and self._read_prompt(prompt, start, end)
             if is_done and end < last and engine.prefixes is not None:
-                engine.prefixes.keep(self._prompt_ids[:end], runner.cache, engine.drafter)
+                engine.prefixes.keep(self.prompt_ids[:end], runner.cache, engine.drafter)
             start = end
         self._prefilled_s = time.perf_counter()
         return is_done
 
     def _read_prompt(self, prompt: torch.Tensor, start: int, end: int) -> bool:
         """Read tokens `start` to `end` of the prompt; False after a cancel."""
-        first, total = self.reuse.num_tokens, len(self._prompt_ids) - 1 - self.reuse.num_tokens
+        first, total = self.reuse.num_tokens, len(self.prompt_ids) - 1 - self.reuse.num_tokens
 
         def on_chunk(chunk: torch.Tensor, hidden: torch.Tensor, captured: torch.Tensor | None) -> None:
             if self.num_prompt_logprobs is not None:
@@ -431,8 +466,8 @@ class Generation:
             self._engine.drafter.prefill_chunk(chunk, hidden, captured)
 
         def on_progress(done: int, _of: int) -> None:
-            if self._on_prefill is not None:
-                self._on_prefill(start - first + done, total)
+            if self.on_prefill is not None:
+                self.on_prefill(start - first + done, total)
 
         return self._engine.runner.prefill(
             prompt[start:end], on_chunk=on_chunk, on_progress=on_progress, is_cancelled=self._is_cancelled.is_set
@@ -454,9 +489,7 @@ class Generation:
                 for token, logprob, i, v in zip(tokens.tolist(), chosen, ids, values, strict=True)
             ]
 
-    def _take_record(self) -> StepResult:
-        record = self._engine.ring.poll(self._params.logprobs)
-        assert record is not None, "a step published nothing"
+    def _take_record(self, record: StepRecord) -> StepResult:
         if record.finish_code is FinishCode.NOT_FINITE:
             self._raise_not_finite()
         self._note(record)
@@ -476,7 +509,7 @@ class Generation:
             self._first_s = self._last_s
 
     def _raise_not_finite(self) -> None:
-        token_ids = [*self._prompt_ids, *self.token_ids]
+        token_ids = [*self.prompt_ids, *self.token_ids]
         with torch.inference_mode():
             where = self._engine.runner.locate_non_finite(token_ids)
         raise NumericsError(

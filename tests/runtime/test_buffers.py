@@ -61,7 +61,7 @@ def test_a_request_finds_nothing_of_the_one_before():
 def test_a_request_is_written_down_as_it_was_asked_for():
     buffers = StepBuffers.allocate(max_width=3, num_tokens=N)
     plan = begin(buffers, [1, 2, 2], stop_ids=[7], temperature=0.5, top_k=4, min_tokens=2, presence_penalty=1)
-    assert buffers.input_ids.tolist() == [2, 0, 0] and int(buffers.width) == 1
+    assert buffers.input_ids.tolist() == [2, 0, 0] and int(buffers.width) == 3
     assert buffers.stop_mask.nonzero().flatten().tolist() == [7]
     assert buffers.prompt_mask.nonzero().flatten().tolist() == [1, 2]
     assert [float(x) for x in (buffers.temperature, buffers.top_k, buffers.seed)] == [0.5, 4, 5]

@@ -187,20 +187,20 @@ def test_a_step_behind_the_end_changes_nothing(code: FinishCode):
     buffers = make_buffers(5, 3, stop_ids=[1])
     buffers.advance(torch.tensor([4]), i32(1), i32(code), SamplingPlan.of(SamplingParams()))
     assert buffers.num_left == 0
-    verdict = conclude(buffers, torch.tensor([1, 2]), i32(2), torch.tensor([3]), torch.tensor(True))
+    verdict = conclude(buffers, torch.tensor([1, 2]), i32(2), torch.tensor([3]), torch.zeros(3))
     assert (verdict.num_committed, verdict.num_accepted, verdict.finish_code) == (0, 0, code)
 
 
 def test_a_requested_stop_commits_nothing():
     buffers = make_buffers(5, 3)
     buffers.is_stop_requested.fill_(True)
-    verdict = conclude(buffers, torch.tensor([1, 2]), i32(2), torch.tensor([3]), torch.tensor(True))
+    verdict = conclude(buffers, torch.tensor([1, 2]), i32(2), torch.tensor([3]), torch.zeros(3))
     assert (verdict.num_committed, verdict.finish_code) == (0, FinishCode.RUNNING)
 
 
 def test_logits_that_are_not_finite_commit_nothing_and_end_the_answer():
     buffers = make_buffers(5, 3, stop_ids=[1])
-    verdict = conclude(buffers, torch.tensor([1, 2]), i32(2), torch.tensor([3]), torch.tensor(False))
+    verdict = conclude(buffers, torch.tensor([1, 2]), i32(2), torch.tensor([3]), torch.tensor([float("nan"), 0.0, 0.0]))
     assert (verdict.num_committed, verdict.num_accepted, verdict.finish_code) == (0, 0, FinishCode.NOT_FINITE)
 
 
@@ -220,7 +220,8 @@ def test_accepted_and_bonus_tokens_of_many_steps_follow_the_target(rule: Rule):
         buffers.input_ids[1:] = torch.tensor(drafted)
         buffers.width.fill_(3)
         probs = torch.stack([target.after(drafted[:t]) for t in range(3)]).float()
-        verdict = accept(Target(tokens=None, probs=probs, is_finite=torch.tensor(True)), buffers, i32(20 * step), rule)
+        target_rows = Target(tokens=None, probs=probs, highest=torch.zeros(3))
+        verdict = accept(target_rows, buffers, i32(20 * step), rule)
         emitted = verdict.committed_tokens[: verdict.num_committed].tolist()
         # A second token that the step did not reach is the target's own.
         if len(emitted) == 1:

@@ -311,6 +311,7 @@ def kda_step(
     *,
     num_heads: int,
     lower_bound: float | None,
+    width: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Decode one token. The module's docstring has the equations.
 
@@ -328,6 +329,7 @@ def kda_step(
         conv: (3, C) qkv's dtype, the last three raw rows, oldest first, written in place.
         num_heads: H.
         lower_bound: of the log decay, below 0; None selects the softplus law.
+        width: () int32 on the device; at 0, behind the end of an answer, `state` and `conv` stay as they are. None: 1.
 
     Returns:
         (1, H*V) in qkv's dtype.
@@ -337,9 +339,13 @@ def kda_step(
     dims = _expect_layer(qkv, f, gate, b, conv_w, A_log, dt_bias, o_norm, state, conv, num_heads)
     assert dims["T"] == 1, f"a step is one row, got {dims['T']}"
     layer = (qkv, f, gate, b, conv_w, A_log, dt_bias, o_norm, eps, state, conv)
-    if use_reference(qkv):
-        return kda_step_ref(*layer, num_heads=num_heads, lower_bound=lower_bound)
-    return kda_triton.step(*layer, lower_bound=lower_bound)
+    if width is not None:
+        expect(width, "", torch.int32, dims, name="width")
+    if not use_reference(qkv):
+        return kda_triton.step(*layer, lower_bound=lower_bound, width=width)
+    if width is not None and int(width) == 0:
+        layer = (*layer[:-2], state.clone(), conv.clone())
+    return kda_step_ref(*layer, num_heads=num_heads, lower_bound=lower_bound)
 
 
 def kda_chunk(

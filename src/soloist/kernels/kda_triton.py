@@ -56,6 +56,7 @@ def step_kernel(
     state_ptr,
     conv_ptr,
     out_ptr,
+    width_ptr,
     eps,
     scale,
     C: tl.constexpr,
@@ -63,9 +64,10 @@ def step_kernel(
     V: tl.constexpr,
     H: tl.constexpr,
     LOWER_BOUND: tl.constexpr,
+    HAS_WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One token of one head. Grid: (H,). state (H, V, K) and conv (3, C) are written in place."""
+    """One token of one head. Grid: (H,). state (H, V, K) and conv (3, C) are written in place, at a width above 0."""
     head = tl.program_id(0)
     i_k = tl.arange(0, K)
     i_v = tl.arange(0, V)
@@ -124,16 +126,20 @@ def step_kernel(
     b_y = b_o / tl.sqrt(tl.sum(b_o * b_o, axis=0) / V + eps) * b_onorm * tl.sigmoid(b_gate)
     tl.store(out_ptr + head * V + i_v, b_y.to(out_ptr.dtype.element_ty))
 
-    tl.store(p_state, b_state)
-    tl.store(conv_ptr + c_q, q1)
-    tl.store(conv_ptr + C + c_q, q2)
-    tl.store(conv_ptr + 2 * C + c_q, q3)
-    tl.store(conv_ptr + c_k, k1)
-    tl.store(conv_ptr + C + c_k, k2)
-    tl.store(conv_ptr + 2 * C + c_k, k3)
-    tl.store(conv_ptr + c_v, v1)
-    tl.store(conv_ptr + C + c_v, v2)
-    tl.store(conv_ptr + 2 * C + c_v, v3)
+    is_counted = True
+    if HAS_WIDTH:
+        is_counted = tl.load(width_ptr) > 0
+    if is_counted:
+        tl.store(p_state, b_state)
+        tl.store(conv_ptr + c_q, q1)
+        tl.store(conv_ptr + C + c_q, q2)
+        tl.store(conv_ptr + 2 * C + c_q, q3)
+        tl.store(conv_ptr + c_k, k1)
+        tl.store(conv_ptr + C + c_k, k2)
+        tl.store(conv_ptr + 2 * C + c_k, k3)
+        tl.store(conv_ptr + c_v, v1)
+        tl.store(conv_ptr + C + c_v, v2)
+        tl.store(conv_ptr + 2 * C + c_v, v3)
 
 
 @triton.jit
@@ -424,6 +430,7 @@ def step(
     conv: torch.Tensor,
     *,
     lower_bound: float | None,
+    width: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Launch `kda_step`; arguments as there."""
     H, V, K = state.shape
@@ -440,6 +447,7 @@ def step(
         state,
         conv,
         out,
+        out if width is None else width,
         eps,
         K**-0.5,
         C=conv.shape[1],
@@ -447,6 +455,7 @@ def step(
         V=V,
         H=H,
         LOWER_BOUND=lower_bound,
+        HAS_WIDTH=width is not None,
         num_warps=8,
         **pdl_options(),
     )

@@ -158,8 +158,7 @@ def router_kernel(
     PDL: tl.constexpr,
     IS_FP32_DOT: tl.constexpr,
 ):
-    """h = rms_norm(x), logits = h W^T, the top-k and the list of slots. Grid: (E / BE,), no more than the GPU runs at
-    once.
+    """h = rms_norm(x), logits = h W^T, the top-k and the list of slots. Grid: (E / BE,), at most what the GPU holds.
 
     When all logits are written each program routes every (E / BE)th token, and the last one done lists the slots.
 

@@ -1,7 +1,8 @@
 """Sampling operators: counter-based random numbers, the law a request samples from, drawing from it, log probabilities.
 
 Parameters are device scalars and shapes are fixed, so that a captured step serves every request; only references read
-them on the host. N is the vocabulary that may be drawn: callers cut the padding rows of a model's head off before.
+them on the host. What is a plain composition of PyTorch's own operators runs as such on a GPU too. N is the vocabulary
+that may be drawn: callers cut the padding rows of a model's head off before.
 
     uniform        u = Philox4x32-10(key = seed, counter = (position, stream))
     penalize       z_v <- z_v / r if z_v > 0 else z_v * r    for v in prompt or output
@@ -17,6 +18,10 @@ from enum import IntEnum
 import torch
 
 from soloist.kernels.check import expect, use_reference
+from soloist.kernels.launch import HAS_TRITON
+
+if HAS_TRITON:
+    from soloist.kernels import sampling_triton
 
 # Most alternatives reported beside each token; the width of the log probability buffers.
 MAX_TOP_LOGPROBS = 20
@@ -90,8 +95,9 @@ def uniform(seed: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.T
     """
     expect(seed, "", torch.int64, {}, name="seed")
     expect(positions, "T", torch.int64, {}, name="positions")
-    _require_reference(positions, "uniform")
-    return uniform_ref(seed, positions, stream)
+    if use_reference(positions):
+        return uniform_ref(seed, positions, stream)
+    return sampling_triton.uniform(seed, positions, stream)
 
 
 def penalize_ref(
@@ -148,7 +154,6 @@ def penalize(
     expect(draft_tokens, f"{dims['T'] - 1}", torch.int64, dims, name="draft_tokens")
     expect(prompt_mask, "N", torch.bool, dims, name="prompt_mask")
     expect(output_counts, "N", torch.int32, dims, name="output_counts")
-    _require_reference(logits, "penalize")
     return penalize_ref(logits, draft_tokens, prompt_mask, output_counts, repetition, presence, frequency)
 
 
@@ -187,6 +192,23 @@ def target_probs_ref(
     return probs / probs.sum(-1, keepdim=True)
 
 
+def target_probs_sorted(
+    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """The same law from a full sort: parameters stay on the device and shapes fixed, so a captured step can run it."""
+    probs = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)  # (T, N)
+    falling = probs.sort(-1, descending=True).values
+    is_in_top_k = torch.arange(probs.shape[-1], device=probs.device) < top_k  # (N)
+    head = falling * is_in_top_k
+    mass = head.cumsum(-1)  # (T, N)
+    # As in the reference, a token stays if those before it do not reach the nucleus; the first always does.
+    is_kept = is_in_top_k & ((mass - head < top_p * mass[:, -1:]) | (top_p >= 1))
+    num_kept = is_kept.sum(-1, keepdim=True).clamp_min(1)  # (T, 1)
+    threshold = torch.maximum(min_p * falling[:, :1], falling.gather(-1, num_kept - 1))
+    probs = torch.where(probs >= threshold, probs, 0.0)
+    return probs / probs.sum(-1, keepdim=True)
+
+
 def target_probs(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
@@ -211,8 +233,8 @@ def target_probs(
     for name, scalar in (("temperature", temperature), ("top_p", top_p), ("min_p", min_p)):
         expect(scalar, "", torch.float32, {}, name=name)
     expect(top_k, "", torch.int32, {}, name="top_k")
-    _require_reference(logits, "target_probs")
-    return target_probs_ref(logits, temperature, top_k, top_p, min_p)
+    form = target_probs_ref if use_reference(logits) else target_probs_sorted
+    return form(logits, temperature, top_k, top_p, min_p)
 
 
 def draw_ref(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
@@ -236,8 +258,9 @@ def draw(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     dims: dict[str, int] = {}
     expect(probs, "T N", (torch.float32, torch.float64), dims, name="probs")
     expect(uniforms, "T", probs.dtype, dims, name="uniforms")
-    _require_reference(probs, "draw")
-    return draw_ref(probs, uniforms)
+    if use_reference(probs):
+        return draw_ref(probs, uniforms)
+    return sampling_triton.draw(probs, uniforms)
 
 
 def likeliest_ref(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -257,7 +280,6 @@ def likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         but -inf, so it also says whether the row can be trusted.
     """
     expect(logits, "T N", torch.float32, {}, name="logits")
-    _require_reference(logits, "likeliest")
     return likeliest_ref(logits)
 
 
@@ -282,11 +304,4 @@ def top_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tens
     dims: dict[str, int] = {}
     expect(logits, "T N", torch.float32, dims, name="logits")
     expect(tokens, "T", torch.int64, dims, name="tokens")
-    _require_reference(logits, "top_logprobs")
     return top_logprobs_ref(logits, tokens)
-
-
-def _require_reference(x: torch.Tensor, operator: str) -> None:
-    """Refuse what has no kernel, rather than run the reference on a GPU unasked."""
-    if not use_reference(x):
-        raise NotImplementedError(f"{operator} has no CUDA kernel; SOLOIST_REFERENCE=1 runs the reference there")

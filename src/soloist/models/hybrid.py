@@ -135,7 +135,7 @@ class HybridCausalLM(CausalLM):
         num_kda = num_mla = 0
         for layer, (mixer, feed_forward) in enumerate(zip(self.mixers, self.feed_forwards, strict=True)):
             if isinstance(mixer, KimiDeltaAttention):
-                x = mixer(x, cache.recurrent, num_kda, kind)
+                x = mixer(x, cache.recurrent, num_kda, kind, width)
                 num_kda += 1
             else:
                 x = mixer(x, cache.latent, num_mla, cache.context_len, self.rotary)

@@ -80,7 +80,9 @@ class KimiDeltaAttention:
         self.o_norm = weights.tensor(Part(name=f"{at}o_norm.weight", shape=(K,)))
         self.o_proj = weights.linear(Part(name=f"{at}o_proj.weight", shape=(D, H * K)))
 
-    def __call__(self, x: torch.Tensor, recurrent: RecurrentState, index: int, kind: StepKind) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, recurrent: RecurrentState, index: int, kind: StepKind, width: torch.Tensor | None
+    ) -> torch.Tensor:
         """Mix tokens and add the result.
 
         Args:
@@ -88,6 +90,7 @@ class KimiDeltaAttention:
             recurrent: written in place at `index`: state and conv, or for VERIFY the rows its commit needs.
             index: this layer among the KDA layers.
             kind: VERIFY leaves the state as it is.
+            width: () int32 rows that count, or None; a DECODE of 0 leaves the state as it is.
 
         Returns:
             (T, D) residual stream.
@@ -105,7 +108,7 @@ class KimiDeltaAttention:
             kept = (t[index] for t in (r.verify_k, r.verify_u, r.verify_g, r.verify_conv))
             out = kda_verify(*inputs, state, conv, *kept, num_heads=heads, lower_bound=bound)
         elif kind is StepKind.DECODE:
-            out = kda_step(*inputs, state, conv, num_heads=heads, lower_bound=bound)
+            out = kda_step(*inputs, state, conv, num_heads=heads, lower_bound=bound, width=width)
         else:
             out = kda_chunk(*inputs, state, conv, num_heads=heads, lower_bound=bound)
         return linear_residual(out, self.o_proj, x)

@@ -60,7 +60,8 @@ class StepBuffers:
 
     # (T,) int64: the pending token (emitted, in no cache yet), then the draft tokens, always ids below N.
     input_ids: torch.Tensor
-    # () int32, 1..T: rows of this step that count; those behind are padding.
+    # () int32, 0..T: rows of this step that count; those behind are padding. Before a proposal, the most it may have; 0
+    # behind the end of an answer.
     width: torch.Tensor
     # (T-1, N) fp32: the law each draft token was drawn from. None: drafters here choose without drawing.
     draft_probs: torch.Tensor | None
@@ -75,7 +76,7 @@ class StepBuffers:
     finish_code: torch.Tensor
     # (3,) int32: the codes of an ended answer, for comparing with.
     end_codes: torch.Tensor
-    # () bool: raised by the host to end the answer before the device does.
+    # () bool: raised by the host to end the answer before the device does. On a GPU in pinned host memory.
     is_stop_requested: torch.Tensor
 
     # () int64.
@@ -123,6 +124,7 @@ class StepBuffers:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         T, N = max_width, num_tokens
+        is_gpu = torch.device(device).type == "cuda"
         i32, f32 = torch.int32, torch.float32
         scalars = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
         counters = ("num_left", "num_unstoppable", "finish_code", "top_k")
@@ -134,7 +136,7 @@ class StepBuffers:
             end_codes=torch.tensor(
                 [FinishCode.LENGTH, FinishCode.STOP, FinishCode.NOT_FINITE], dtype=i32, device=device
             ),
-            is_stop_requested=zeros(dtype=torch.bool),
+            is_stop_requested=torch.zeros((), dtype=torch.bool, pin_memory=True) if is_gpu else zeros(dtype=torch.bool),
             seed=zeros(dtype=torch.int64),
             stop_mask=zeros(N, dtype=torch.bool),
             logit_bias=zeros(N, dtype=f32),
@@ -181,7 +183,7 @@ class StepBuffers:
         plan = SamplingPlan.of(params, has_constraint=has_constraint)
         self.input_ids.zero_()
         self.input_ids[0] = prompt_ids[-1]
-        self.width.fill_(1)
+        self.width.fill_(min(self.max_width, max_tokens))
         self.num_left.fill_(max_tokens)
         self.num_unstoppable.fill_(params.min_tokens)
         self.finish_code.fill_(FinishCode.RUNNING)
@@ -203,6 +205,11 @@ class StepBuffers:
             self.prompt_mask[_ids(prompt_ids, self.prompt_mask)] = True
         return plan
 
+    def end(self) -> None:
+        """Put the request behind its end: steps then change nothing, as capture needs it."""
+        self.num_left.zero_()
+        self.width.zero_()
+
     def advance(
         self, committed_tokens: torch.Tensor, num_committed: torch.Tensor, finish_code: torch.Tensor, plan: SamplingPlan
     ) -> None:
@@ -217,11 +224,16 @@ class StepBuffers:
         choices = torch.cat([self.input_ids[:1], committed_tokens])  # (T+1,)
         self.input_ids[:1] = choices.index_select(0, num_committed.view(1))
         self.num_left.sub_(num_committed).mul_(finish_code == 0)
+        self.width.copy_(self.num_left.clamp(max=self.max_width))
         self.num_unstoppable.sub_(num_committed)
         self.finish_code.copy_(finish_code)
         if plan.has_penalties:
-            is_committed = self.rows[: committed_tokens.shape[0]] < num_committed  # (T,)
-            self.output_counts.scatter_add_(0, committed_tokens, is_committed.int())
+            self.count(committed_tokens, num_committed)
+
+    def count(self, committed_tokens: torch.Tensor, num_committed: torch.Tensor) -> None:
+        """Count the first `num_committed` of the tokens (T,) into `output_counts`."""
+        is_committed = self.rows[: committed_tokens.shape[0]] < num_committed  # (T,)
+        self.output_counts.scatter_add_(0, committed_tokens, is_committed.int())
 
 
 def _ids(ids: Iterable[int], like: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The ring through which committed tokens reach the host: the step publishes, the host polls.
 
 Owns the layout of a record. Every step writes one slot, and its own number last, so the host knows a complete record by
-the number it expects. Here the ring lies in ordinary memory; the interface is that of a ring in pinned memory.
+the number it expects. For a GPU the records lie in pinned host memory, which its kernels write directly.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from soloist.kernels.sampling import MAX_TOP_LOGPROBS
 from soloist.runtime.buffers import FinishCode
 
 # Words of a record before its tokens: step number, committed, drafted and accepted counts, finish code.
-_HEADER = 5
+HEADER_WORDS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +50,18 @@ class TokenRing:
 
     def __init__(self, *, num_slots: int, max_width: int, num_tokens: int, device: torch.device | str = "cpu") -> None:
         M = min(MAX_TOP_LOGPROBS, num_tokens)
+        is_pinned = torch.device(device).type == "cuda"
+
+        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, pin_memory=is_pinned)
+
         # (slots, 5 + T) int64: header, then committed tokens.
-        self.records = torch.zeros(num_slots, _HEADER + max_width, dtype=torch.int64, device=device)
+        self.records = zeros(num_slots, HEADER_WORDS + max_width, dtype=torch.int64)
         # (slots, T) fp32: log probability of each committed token.
-        self.logprobs = torch.zeros(num_slots, max_width, dtype=torch.float32, device=device)
+        self.logprobs = zeros(num_slots, max_width, dtype=torch.float32)
         # (slots, T, M) int64 and fp32: the likeliest tokens and their log probabilities.
-        self.top_ids = torch.zeros(num_slots, max_width, M, dtype=torch.int64, device=device)
-        self.top_logprobs = torch.zeros(num_slots, max_width, M, dtype=torch.float32, device=device)
+        self.top_ids = zeros(num_slots, max_width, M, dtype=torch.int64)
+        self.top_logprobs = zeros(num_slots, max_width, M, dtype=torch.float32)
         # (1,) int64: steps published in this request.
         self.num_published = torch.zeros(1, dtype=torch.int64, device=device)
         self._num_polled = 0
@@ -99,7 +104,7 @@ class TokenRing:
         self.num_published += 1
         counts = torch.stack([num_committed, num_drafted, num_accepted, finish_code]).long()
         record = torch.cat([self.num_published, counts, committed_tokens])  # (5 + T,)
-        self.records[:, : _HEADER + T].index_copy_(0, slot, record[None])
+        self.records[:, : HEADER_WORDS + T].index_copy_(0, slot, record[None])
 
     def poll(self, num_top: int | None = None) -> StepRecord | None:
         """Take the next record if its step has finished.

@@ -119,8 +119,9 @@ class ModelRunner:
         """
         buffers = self.buffers
         # One row needs no verification: it is part of the sequence whatever follows.
-        kind, width = (StepKind.DECODE, None) if num_rows == 1 else (StepKind.VERIFY, buffers.width)
-        hidden = self.model.forward(buffers.input_ids[:num_rows], self.cache, kind, width=width, capture=self.capture)
+        kind = StepKind.DECODE if num_rows == 1 else StepKind.VERIFY
+        input_ids = buffers.input_ids[:num_rows]
+        hidden = self.model.forward(input_ids, self.cache, kind, width=buffers.width, capture=self.capture)
         logits = self.model.compute_logits(hidden)
         return hidden, logits[:, : buffers.num_tokens]
 

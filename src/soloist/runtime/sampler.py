@@ -20,8 +20,8 @@ class Target:
     tokens: torch.Tensor | None
     # (T, N): the law at each row, for drafts drawn from a law of their own.
     probs: torch.Tensor | None
-    # () bool: whether every row that counts has finite logits.
-    is_finite: torch.Tensor
+    # (T,) fp32: the highest logit, which is not finite if the row holds a NaN or +inf, or nothing but -inf.
+    highest: torch.Tensor
 
 
 def make_target(
@@ -48,19 +48,14 @@ def make_target(
     logits = _adjust(logits, buffers, rows, plan)
     if plan.is_greedy:
         tokens, highest = likeliest(logits)
-        return Target(tokens=tokens, probs=None, is_finite=_is_finite(highest, rows, buffers.width))
-    is_finite = _is_finite(logits.amax(-1), rows, buffers.width)
+        return Target(tokens=tokens, probs=None, highest=highest)
+    highest = logits.amax(-1)
     probs = target_probs(logits, buffers.temperature, buffers.top_k, buffers.top_p, buffers.min_p)
     if has_draft_law:
-        return Target(tokens=None, probs=probs, is_finite=is_finite)
+        return Target(tokens=None, probs=probs, highest=highest)
     positions = context_len + rows.long() + 1
     tokens = draw(probs, uniform(buffers.seed, positions, Stream.SAMPLE))
-    return Target(tokens=tokens, probs=None, is_finite=is_finite)
-
-
-def _is_finite(highest: torch.Tensor, rows: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
-    """Say whether the highest logit of every row below `width` is finite: a NaN or +inf in a row is its highest."""
-    return (highest.isfinite() | (rows >= width)).all()
+    return Target(tokens=tokens, probs=None, highest=highest)
 
 
 def _adjust(logits: torch.Tensor, buffers: StepBuffers, rows: torch.Tensor, plan: SamplingPlan) -> torch.Tensor:

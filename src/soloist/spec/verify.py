@@ -21,9 +21,15 @@ from enum import Enum
 
 import torch
 
+from soloist.kernels.check import use_reference
+from soloist.kernels.launch import HAS_TRITON
 from soloist.kernels.sampling import Stream, draft_counter, draw, uniform
-from soloist.runtime.buffers import StepBuffers
+from soloist.runtime.buffers import FinishCode, SamplingPlan, StepBuffers
+from soloist.runtime.ring import HEADER_WORDS, TokenRing
 from soloist.runtime.sampler import Target
+
+if HAS_TRITON:
+    from soloist.kernels import step_end_triton
 
 
 class Rule(Enum):
@@ -57,10 +63,12 @@ def accept(target: Target, buffers: StepBuffers, context_len: torch.Tensor, rule
         rule: for targets with a law.
     """
     if target.tokens is not None:
+        if not use_reference(target.tokens):
+            return _conclude_on_gpu(buffers, target, None, None)
         draft_tokens = buffers.input_ids[1 : target.tokens.shape[0]]  # (T-1,)
         num_accepted = count_matching(target.tokens, draft_tokens, buffers.width)
         bonus = target.tokens.index_select(0, num_accepted.view(1))
-        return conclude(buffers, draft_tokens, num_accepted, bonus, target.is_finite)
+        return conclude(buffers, draft_tokens, num_accepted, bonus, target.highest)
     assert target.probs is not None and buffers.draft_probs is not None
     T = target.probs.shape[0]
     draft_tokens, draft_probs = buffers.input_ids[1:T], buffers.draft_probs[: T - 1]
@@ -77,7 +85,29 @@ def accept(target: Target, buffers: StepBuffers, context_len: torch.Tensor, rule
     law = bonus_law(target.probs, draft_probs, num_accepted, buffers.width, scale)
     position = (context_len + num_accepted + 1).long().view(1)
     bonus = draw(law, uniform(buffers.seed, position, Stream.SAMPLE))
-    return conclude(buffers, draft_tokens, num_accepted, bonus, target.is_finite)
+    if not use_reference(bonus):
+        return _conclude_on_gpu(buffers, target, num_accepted, bonus)
+    return conclude(buffers, draft_tokens, num_accepted, bonus, target.highest)
+
+
+def _conclude_on_gpu(
+    buffers: StepBuffers, target: Target, num_accepted: torch.Tensor | None, bonus: torch.Tensor | None
+) -> Verdict:
+    """Match (without `num_accepted`) and conclude in one launch."""
+    tokens, *counts = step_end_triton.conclude(
+        target.tokens,
+        target.highest,
+        num_accepted,
+        bonus,
+        input_ids=buffers.input_ids,
+        width=buffers.width,
+        num_left=buffers.num_left,
+        stop_mask=buffers.stop_mask,
+        is_stop_requested=buffers.is_stop_requested,
+        finish_code=buffers.finish_code,
+        end_codes=(FinishCode.LENGTH, FinishCode.STOP, FinishCode.NOT_FINITE),
+    )
+    return Verdict(committed_tokens=tokens, num_committed=counts[0], num_accepted=counts[1], finish_code=counts[2])
 
 
 def count_matching(target_tokens: torch.Tensor, draft_tokens: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
@@ -194,7 +224,7 @@ def conclude(
     draft_tokens: torch.Tensor,
     num_accepted: torch.Tensor,
     bonus: torch.Tensor,
-    is_finite: torch.Tensor,
+    highest: torch.Tensor,
 ) -> Verdict:
     """Put the committed tokens together and cut them behind the first that ends the answer.
 
@@ -203,12 +233,14 @@ def conclude(
         draft_tokens: (T-1,) int64.
         num_accepted: () int32, at most T-1.
         bonus: (1,) int64.
-        is_finite: () bool; if not, nothing is committed and the answer ends.
+        highest: (T,) fp32, the highest logit of each row. If one of a row that counts is not finite, nothing is
+            committed and the answer ends.
     """
     T = draft_tokens.shape[0] + 1
     is_draft = buffers.rows[:T] < num_accepted
     tokens = torch.where(is_draft, torch.cat([draft_tokens, bonus]), bonus) if T > 1 else bonus  # (T,)
     is_stop = buffers.stop_mask.index_select(0, tokens)  # (T,)
+    is_finite = (highest.isfinite() | (buffers.rows[:T] >= buffers.width)).all()
     num_before_stop = (~is_stop).int().cumprod(0).sum(dtype=torch.int32)
     num_allowed = buffers.num_left * (is_finite & ~buffers.is_stop_requested)
     num_committed = torch.minimum(torch.minimum(num_accepted, num_before_stop) + 1, num_allowed)
@@ -219,4 +251,48 @@ def conclude(
         num_committed=num_committed,
         num_accepted=torch.minimum(num_accepted, num_committed),
         finish_code=torch.maximum(buffers.finish_code, (applies * buffers.end_codes).amax()),
+    )
+
+
+def finish(
+    verdict: Verdict,
+    buffers: StepBuffers,
+    ring: TokenRing,
+    plan: SamplingPlan,
+    *,
+    logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+) -> None:
+    """End a step: publish its record and advance the request.
+
+    Args:
+        verdict: of this step.
+        buffers: advanced in place.
+        ring: gets the record.
+        plan: of the request.
+        logprobs: as `TokenRing.publish` takes them.
+    """
+    tokens, num_committed = verdict.committed_tokens, verdict.num_committed
+    if not tokens.is_cuda:
+        ring.publish(tokens, num_committed, buffers.width - 1, verdict.num_accepted, verdict.finish_code, logprobs)
+        buffers.advance(tokens, num_committed, verdict.finish_code, plan)
+        return
+    # The ring lies in host memory, which only a kernel reaches without waiting.
+    if logprobs is not None:
+        for rows, slots in zip(logprobs, (ring.logprobs, ring.top_ids, ring.top_logprobs), strict=True):
+            step_end_triton.copy_to_slot(rows, slots, ring.num_published)
+    if plan.has_penalties:
+        buffers.count(tokens, num_committed)
+    step_end_triton.finish(
+        tokens,
+        num_committed,
+        verdict.num_accepted,
+        verdict.finish_code,
+        input_ids=buffers.input_ids,
+        width=buffers.width,
+        num_left=buffers.num_left,
+        num_unstoppable=buffers.num_unstoppable,
+        finish_code=buffers.finish_code,
+        num_published=ring.num_published,
+        records=ring.records,
+        header=HEADER_WORDS,
     )

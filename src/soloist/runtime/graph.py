@@ -1,0 +1,127 @@
+"""Steps on their way to the device: captured once, replayed, and enqueued ahead of what the host has read.
+
+Owns the CUDA graph of a step and the queue of steps in flight. What a step is, it is given as a callable; what a record
+means, nobody here knows.
+"""
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from soloist.errors import UsageError
+from soloist.kernels.launch import programmatic_launch
+from soloist.runtime.ring import StepRecord, TokenRing
+
+# How long the host sleeps between two looks at the ring, and after how many seconds it asks the device what is wrong.
+_POLL_S = 20e-6
+_DOUBT_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How the steps of a request are run. The parts are the rungs of the benchmark's ladder."""
+
+    # Replay a captured CUDA graph; False: launch every kernel of every step from Python.
+    is_captured: bool
+    # Steps enqueued before the host has read the oldest one's tokens; 0 waits for each.
+    run_ahead: int
+    # Launch kernels so that each prepares while the one before it ends.
+    has_pdl: bool
+
+    def __post_init__(self) -> None:
+        if self.run_ahead < 0:
+            raise UsageError(f"run_ahead is {self.run_ahead}; allowed: 0 and more")
+        if not self.is_captured and (self.run_ahead or self.has_pdl):
+            raise UsageError("run-ahead and PDL need captured steps: add --graph, or leave both out")
+
+    @classmethod
+    def best_for(cls, device: torch.device) -> Self:
+        """What is fastest on a device: everything on a GPU, plain calls on a CPU."""
+        is_gpu = device.type == "cuda"
+        return cls(is_captured=is_gpu, run_ahead=2 if is_gpu else 0, has_pdl=is_gpu)
+
+
+class StepGraph:
+    """One step as a CUDA graph.
+
+    Args:
+        step: launches one step on the current stream; its shapes and addresses never change. It is run twice here, so
+            the caller sees to it that the step changes nothing (`num_left` is 0).
+        has_pdl: whether kernels carry the programmatic launch attribute.
+        pool: memory pool that graphs of one engine share, since no two of them run at once.
+    """
+
+    def __init__(self, step: Callable[[], None], *, has_pdl: bool, pool: tuple[int, int] | None = None) -> None:
+        self._graph = torch.cuda.CUDAGraph(keep_graph=True)
+        self._stream = torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with programmatic_launch(has_pdl), torch.cuda.stream(self._stream):
+            # Compiles what is not compiled yet.
+            step()
+            self._stream.synchronize()
+            with torch.cuda.graph(self._graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+                step()
+        self._graph.instantiate()
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def replay(self) -> None:
+        """Enqueue the step on the current stream; waits for nothing."""
+        self._graph.replay()
+
+    @property
+    def raw_graph(self) -> int:
+        """The `cudaGraph_t`, for counting nodes and edges."""
+        return self._graph.raw_cuda_graph()
+
+
+class StepQueue:
+    """The steps of one request: enqueues ahead, hands out records in order.
+
+    Args:
+        launch: enqueues one step.
+        ring: where steps publish.
+        run_ahead: steps beyond the one that is waited for.
+        num_top: alternatives that `TokenRing.poll` reads.
+    """
+
+    def __init__(self, launch: Callable[[], None], ring: TokenRing, *, run_ahead: int, num_top: int | None) -> None:
+        assert ring.num_slots >= run_ahead + 2, "a record may not be overwritten before it is read"
+        self._launch, self._ring, self._run_ahead, self._num_top = launch, ring, run_ahead, num_top
+        self._num_in_flight = 0
+
+    def next(self) -> StepRecord:
+        """Take the next step's record; enqueues as many steps as may be ahead."""
+        while self._num_in_flight <= self._run_ahead:
+            self._launch()
+            self._num_in_flight += 1
+        return self._take()
+
+    def drain(self) -> list[StepRecord]:
+        """Take what is in flight; steps behind an answer's end commit nothing."""
+        return [self._take() for _ in range(self._num_in_flight)]
+
+    def _take(self) -> StepRecord:
+        record = self._ring.poll(self._num_top)
+        started_s = time.perf_counter()
+        while record is None:
+            time.sleep(_POLL_S)
+            if time.perf_counter() - started_s > _DOUBT_S:
+                # Raises what went wrong on the device; without an error the step is just long.
+                is_idle = torch.cuda.current_stream().query()
+                started_s = time.perf_counter()
+                record = self._ring.poll(self._num_top)
+                assert record is not None or not is_idle, "a step ended and published nothing"
+            else:
+                record = self._ring.poll(self._num_top)
+        self._num_in_flight -= 1
+        return record
+
+
+def freeze_garbage() -> None:
+    """Take what is alive now, the model above all, out of the collector's sight: a full collection stalls the loop."""
+    gc.collect()
+    gc.freeze()
