@@ -237,8 +237,9 @@ def conclude(
             committed and the answer ends.
     """
     T = draft_tokens.shape[0] + 1
-    is_draft = buffers.rows[:T] < num_accepted
-    tokens = torch.where(is_draft, torch.cat([draft_tokens, bonus]), bonus) if T > 1 else bonus  # (T,)
+    tokens = bonus  # (T,)
+    if T > 1:
+        tokens = torch.where(buffers.rows[:T] < num_accepted, torch.cat([draft_tokens, bonus]), bonus)
     is_stop = buffers.stop_mask.index_select(0, tokens)  # (T,)
     is_finite = (highest.isfinite() | (buffers.rows[:T] >= buffers.width)).all()
     num_before_stop = (~is_stop).int().cumprod(0).sum(dtype=torch.int32)
