@@ -28,6 +28,8 @@ class Drafter(ABC):
     has_draft_law: bool = False
     # Target layers whose residual stream the drafter reads, as in `HiddenCapture`.
     capture_layers: tuple[int, ...] = ()
+    # Most tokens of a request that the drafter can follow; None: any number.
+    max_context_len: int | None = None
     # Whether `propose` knows how likely its drafts are kept, and then ends them by `width_rule`, if there is one. For
     # drafters that do not, adaptive width counts what was kept before.
     has_confidences: bool = False

@@ -1,0 +1,169 @@
+"""Every drafter at work on miniature targets. A new drafter gets one line in `DRAFTERS` and is held to everything."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from soloist.engine import Engine
+from soloist.models import load_model
+from soloist.models.causal_lm import CausalLM
+from soloist.runtime.runner import ModelRunner
+from soloist.sampling_params import SamplingParams
+from soloist.spec.draft_model import DraftModel
+from soloist.spec.drafter import Drafter
+from soloist.spec.mtp import load_mtp
+from soloist.spec.ngram import PromptLookup
+from soloist.spec.setup import DrafterSetup
+from soloist.spec.verify import Rule
+from tests.miniature import FAMILIES, write_checkpoint
+
+HYBRIDS = ("bailing_moe_v3", "kimi_linear")
+# Few layers of every kind, because these models make thousands of steps; small enough a vocabulary for its law to show.
+_SMALL: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 2, "vocab_size": 67},
+    "qwen2": {"num_hidden_layers": 2, "vocab_size": 61},
+    "qwen3": {"num_hidden_layers": 2, "vocab_size": 59},
+    "bailing_moe_v3": {"num_hidden_layers": 3, "num_experts": 8, "vocab_size": 71},
+    "kimi_linear": {
+        "num_hidden_layers": 3,
+        "num_experts": 6,
+        "vocab_size": 53,
+        "linear_attn_config": {
+            "full_attn_layers": [3],
+            "head_dim": 12,
+            "kda_layers": [1, 2],
+            "num_heads": 3,
+            "short_conv_kernel_size": 4,
+        },
+    },
+}
+
+
+def write_small(folder: Path, family: str, seed: int = 3, **overrides: Any) -> Path:
+    """Write the checkpoint of a small target."""
+    return write_checkpoint(folder, family, seed, **(_SMALL[family] | overrides))
+
+
+def load_small(folder: Path, family: str, seed: int = 3, **overrides: Any) -> CausalLM:
+    """Load a small target in fp32, where greedy answers are compared token for token."""
+    return load_model(write_small(folder, family, seed, **overrides), dtype=torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a drafter is made for."""
+
+    target: CausalLM
+    # The target's checkpoint.
+    path: Path
+    # Where drafts with weights of their own may write theirs.
+    scratch: Path
+    max_drafts: int
+    # Captured steps have fixed shapes; on the CPU they need not.
+    is_fixed_shape: bool
+
+    @property
+    def max_context_len(self) -> int:
+        """Most tokens of a request in these tests."""
+        return self.target.config.max_position_embeddings - 16
+
+    def setup(self) -> DrafterSetup:
+        """Say the same in the drafters' own words."""
+        return DrafterSetup(
+            target=self.target,
+            target_path=self.path,
+            max_context_len=self.max_context_len,
+            num_tokens=self.target.config.vocab_size,
+            max_width=1 + self.max_drafts,
+        )
+
+
+def _draft_model(setting: Setting, family: str, seed: int) -> Drafter:
+    # Another model of the family, whose guesses are no better than chance; with the target's seed, its twin.
+    N = setting.target.config.vocab_size
+    overrides = {"vocab_size": N, "max_position_embeddings": 1024}
+    if family == "kimi_linear":
+        overrides = {"vocab_size": N}
+    model = load_small(setting.scratch / f"{family}-{seed}-{N}", family, seed, **overrides)
+    return DraftModel(
+        model,
+        max_context_len=setting.max_context_len,
+        num_tokens=N,
+        max_drafts=setting.max_drafts,
+        is_fixed_shape=setting.is_fixed_shape,
+    )
+
+
+def _twin(setting: Setting) -> Drafter:
+    return DraftModel(
+        setting.target,
+        max_context_len=setting.max_context_len,
+        num_tokens=setting.target.config.vocab_size,
+        max_drafts=setting.max_drafts,
+        is_fixed_shape=setting.is_fixed_shape,
+    )
+
+
+def _ngram(setting: Setting) -> Drafter:
+    return PromptLookup(
+        max_context_len=setting.max_context_len,
+        max_drafts=setting.max_drafts,
+        device=torch.device("cpu"),
+        is_fixed_shape=setting.is_fixed_shape,
+    )
+
+
+def _mtp(setting: Setting) -> Drafter:
+    drafter = load_mtp(setting.setup())
+    drafter.is_fixed_shape = setting.is_fixed_shape
+    return drafter
+
+
+MakeDrafter = Callable[[Setting], Drafter]
+# Drafter, and the families it drafts for.
+DRAFTERS: dict[str, tuple[MakeDrafter, tuple[str, ...]]] = {
+    "ngram": (_ngram, FAMILIES),
+    "draft model": (lambda setting: _draft_model(setting, "llama", 9), FAMILIES),
+    "recurrent draft model": (lambda setting: _draft_model(setting, "kimi_linear", 9), FAMILIES),
+    # Always right, so every step commits all its drafts.
+    "twin": (_twin, FAMILIES),
+    "mtp": (_mtp, ("bailing_moe_v3",)),
+}
+CASES = [(name, family) for name, (_, families) in DRAFTERS.items() for family in families]
+
+
+def make_engine(
+    target: CausalLM,
+    drafter: Drafter | None = None,
+    *,
+    is_fixed_shape: bool = False,
+    rule: Rule = Rule.CHAIN,
+    chunk_tokens: int = 3,
+    num_tokens: int | None = None,
+) -> Engine:
+    """Make an engine of small chunks, whose steps have all their rows if shapes are fixed."""
+    runner = ModelRunner(
+        target,
+        max_context_len=target.config.max_position_embeddings - 16,
+        max_width=1 + (drafter.max_drafts if drafter else 0),
+        has_draft_probs=bool(drafter and drafter.has_draft_law),
+        capture_layers=drafter.capture_layers if drafter else (),
+        chunk_tokens=chunk_tokens,
+        num_tokens=num_tokens,
+    )
+    engine = Engine(runner, drafter, eos_token_ids=(), rule=rule)
+    engine._reads_width = not is_fixed_shape
+    return engine
+
+
+def answer(engine: Engine, prompt: list[int], **params: Any) -> list[int]:
+    """Give the ids of an answer."""
+    return [token for result in engine.generate(prompt, SamplingParams(**params)) for token in result.token_ids]
+
+
+def prompt_of(num_tokens: int, vocab_size: int, seed: int = 0) -> list[int]:
+    """Draw a prompt."""
+    return torch.randint(vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
