@@ -25,7 +25,7 @@ help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 run: $(RUN_STAMP)  ## Install Soloist, fetch the default model (98 MB) and answer PROMPT
-	@$(BIN)/soloist run "$$PROMPT"
+	@$(BIN)/soloist run -n 512 "$$PROMPT"
 
 test: check  ## Everything a change must pass: checks, then all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations 10
