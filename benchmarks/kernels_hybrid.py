@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from soloist.kernels import kda, kda_triton, mla, mla_triton, moe, moe_triton
+from soloist.kernels import kda, kda_prompt_triton, kda_triton, mla, mla_triton, moe, moe_triton
 from soloist.kernels.launch import programmatic_launch
 
 WIDTHS = (1, 4, 9, 16)
@@ -168,29 +168,29 @@ def bench_kda(shape: Shape, bandwidth: float, rows: list[dict]) -> None:
         for law in (-5.0, None):
             ref_state, ref_conv = state[0].clone(), conv[0].clone()
             ref = kda.kda_recurrent_ref(*args, ref_state, ref_conv, num_heads=H, lower_bound=law)
-            out = kda_triton.run_rows(*args, state[0], conv[0], tuple(x[0] for x in kept), lower_bound=law)
+            out = kda_triton.verify(*args, state[0], conv[0], *(x[0] for x in kept), lower_bound=law)
             got_state, got_conv = state[:1].clone(), conv[:1].clone()
             count = torch.tensor(T, dtype=torch.int32, device="cuda")
             kda_triton.commit(got_state, got_conv, *(x[:1].contiguous() for x in kept), count)
             report(rows, f"{shape.name} kda_verify {law}", T, error(out, ref), error(got_state[0], ref_state))
-        for warps, block_v in ((4, 32), (8, 32), (4, 16), (8, 64)):
-            kda_triton._ROWS_WARPS, kda_triton._BLOCK_V = warps, block_v
-            us = time_chain(
-                [
-                    lambda i=i: kda_triton.run_rows(
-                        *args, state[i], conv[i], tuple(x[i] for x in kept), lower_bound=-5.0
-                    )
-                    for i in range(L)
-                ]
-            )
-            record(rows, shape, f"kda_verify w{warps} v{block_v}", T, us, state_bytes, bandwidth)
-    kda_triton._ROWS_WARPS, kda_triton._BLOCK_V = 4, 32
+
+        def verify(i: int) -> Callable[[], object]:
+            return lambda: kda_triton.verify(*args, state[i], conv[i], *(x[i] for x in kept), lower_bound=-5.0)
+
+        record(rows, shape, "kda_verify", T, time_chain([verify(i) for i in range(L)]), state_bytes, bandwidth)
     count = torch.tensor(5, dtype=torch.int32, device="cuda")
     us = time_chain([lambda: kda_triton.commit(state, conv, *kept, count) for _ in range(4)])
     record(rows, shape, "kda_commit", 16, us, 2 * L * state_bytes, bandwidth)
     args = kda_arguments(shape, 2048)
-    us = time_chain([lambda: kda_triton.run_rows(*args, state[0], conv[0], None, lower_bound=-5.0) for _ in range(2)])
-    record(rows, shape, "kda_chunk", 2048, us, 2 * state_bytes + 2048 * (C + 3 * H * K) * 2, bandwidth)
+    ref_state, ref_conv = state[0].clone(), conv[0].clone()
+    ref = kda.kda_chunk_ref(*args, ref_state, ref_conv, num_heads=H, lower_bound=-5.0)
+    got_state, got_conv = state[0].clone(), conv[0].clone()
+    out = kda_prompt_triton.run_prompt(*args, got_state, got_conv, lower_bound=-5.0)
+    report(rows, f"{shape.name} kda_prompt", 2048, error(out, ref), error(got_state, ref_state))
+    us = time_chain(
+        [lambda: kda_prompt_triton.run_prompt(*args, state[0], conv[0], lower_bound=-5.0) for _ in range(2)]
+    )
+    record(rows, shape, "kda_prompt", 2048, us, 2 * state_bytes + 2048 * (C + 3 * H * K) * 2, bandwidth)
 
 
 def bench_mla(shape: Shape, bandwidth: float, rows: list[dict]) -> None:
@@ -217,11 +217,8 @@ def bench_mla(shape: Shape, bandwidth: float, rows: list[dict]) -> None:
             0.0,
         )
         num_bytes = 2 * ((CONTEXT_LEN + T) * (R + P) + H * (K + V) * R)
-        for splits, block_s in [(32, 64), (64, 64), (64, 32), (132, 64)] if T <= 16 else [(1, 32), (1, 64)]:
-            mla_triton._MAX_SPLITS, mla_triton._BLOCK_S = splits, block_s
-            us = time_chain([lambda i=i: call(i) for i in range(L if T <= 16 else 2)])
-            record(rows, shape, f"mla s{splits} b{block_s}", T, us, num_bytes, bandwidth)
-    mla_triton._MAX_SPLITS, mla_triton._BLOCK_S = 64, 64
+        us = time_chain([lambda i=i: call(i) for i in range(L if T <= 16 else 2)])
+        record(rows, shape, "mla", T, us, num_bytes, bandwidth)
 
 
 def report(rows: list[dict], name: str, T: int, out_error: float, state_error: float) -> None:
@@ -252,38 +249,31 @@ def record(
 
 def bench_moe(shape: Shape, bandwidth: float, rows: list[dict], *, is_tuning: bool) -> None:
     bench = MoeBench(shape)
-    base = moe_triton.StepSettings()
     for T in WIDTHS:
+        base = next(known for most_rows, known in moe_triton.STEP_SETTINGS.items() if most_rows >= T)
         report(rows, f"{shape.name} moe", T, bench.check(T, base), 0.0)
-    ups = [(16, 128, 4, 4), (64, 128, 4, 3), (32, 256, 4, 3)]
-    downs = [(32, 128, 4, 4, 16), (64, 128, 4, 4, 8), (64, 128, 4, 3, 16), (64, 128, 4, 3, 32), (32, 256, 4, 3, 16)]
-    for T in WIDTHS:
         best, best_us = base, bench.time(T, base)
+        for settings in trials(base) if is_tuning else ():
+            us = bench.time(T, settings)
+            print(f"  T={T} {us[0]:.2f} {settings}", flush=True)
+            if us[0] < best_us[0]:
+                best, best_us = settings, us
         if is_tuning:
-            for block_f, block_d, warps, stages in ups:
-                trial = replace(
-                    base, gate_up_block_f=block_f, gate_up_block_d=block_d, gate_up_warps=warps, gate_up_stages=stages
-                )
-                us = bench.time(T, trial)
-                print(f"  up   {block_f, block_d, warps, stages} T={T} {us[0]:.2f}", flush=True)
-                if us[0] < best_us[0]:
-                    best, best_us = trial, us
-            start = best
-            for block_d, block_f, warps, stages, splits in downs:
-                trial = replace(
-                    start,
-                    down_block_d=block_d,
-                    down_block_f=block_f,
-                    down_warps=warps,
-                    down_stages=stages,
-                    down_splits=splits,
-                )
-                us = bench.time(T, trial)
-                print(f"  down {block_d, block_f, warps, stages, splits} T={T} {us[0]:.2f}", flush=True)
-                if us[0] < best_us[0]:
-                    best, best_us = trial, us
             print("best", T, best)
         record(rows, shape, "moe", T, best_us[:2], best_us[2], bandwidth)
+
+
+def trials(base: moe_triton.StepSettings) -> list[moe_triton.StepSettings]:
+    """Settings worth trying around `base`: one kernel's at a time."""
+    ups = [(16, 128, 4), (32, 256, 3), (64, 64, 4)]
+    downs = [(32, 128, 4, 9), (64, 128, 4, 16), (128, 64, 4, 16), (32, 256, 3, 9)]
+    return [
+        replace(base, gate_up_block_f=block_f, gate_up_block_d=block_d, gate_up_stages=stages)
+        for block_f, block_d, stages in ups
+    ] + [
+        replace(base, down_block_d=block_d, down_block_f=block_f, down_stages=stages, down_splits=splits)
+        for block_d, block_f, stages, splits in downs
+    ]
 
 
 def main() -> None:

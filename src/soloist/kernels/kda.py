@@ -25,7 +25,7 @@ from soloist.kernels.check import FLOATS, expect, use_reference
 from soloist.kernels.launch import HAS_TRITON
 
 if HAS_TRITON:
-    from soloist.kernels import kda_triton
+    from soloist.kernels import kda_prompt_triton, kda_triton
 from soloist.kernels.norm import gated_rms_norm_ref
 
 # Rows that one triangular system ties together, and rows whose decays are formed pair by pair.
@@ -382,7 +382,7 @@ def kda_chunk(
     layer = (qkv, f, gate, b, conv_w, A_log, dt_bias, o_norm, eps, state, conv)
     if use_reference(qkv):
         return kda_chunk_ref(*layer, num_heads=num_heads, lower_bound=lower_bound)
-    return kda_triton.run_rows(*layer, None, lower_bound=lower_bound)
+    return kda_prompt_triton.run_prompt(*layer, lower_bound=lower_bound)
 
 
 def kda_verify(
@@ -430,7 +430,7 @@ def kda_verify(
     kept = (verify_k, verify_u, verify_g, verify_conv)
     if use_reference(qkv):
         return kda_verify_ref(*layer, *kept, num_heads=num_heads, lower_bound=lower_bound)
-    return kda_triton.run_rows(*layer, kept, lower_bound=lower_bound)
+    return kda_triton.verify(*layer, *kept, lower_bound=lower_bound)
 
 
 def kda_commit(

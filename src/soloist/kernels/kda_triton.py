@@ -1,8 +1,8 @@
 """Triton kernels of Kimi Delta Attention; the equations, the references and the launchers are in `kernels/kda.py`.
 
-`step_kernel` is one token; one program owns one head and holds its state (V, K) fp32 in registers. `rows_kernel` takes
-blocks of up to 16 rows in WY form, a tile of value channels per program: one block with a frozen state is a verify,
-many blocks that carry the state are a prefill. `commit_kernel` advances every head of every layer by the accepted rows.
+`step_kernel` is one token; one program owns one head and holds its state (V, K) fp32 in registers. `verify_kernel` is
+up to 16 rows in WY form from a frozen state, a tile of value channels per program. `commit_kernel` advances every head
+of every layer by the accepted rows. A prompt is `kernels/kda_prompt_triton.py`.
 
 Source: Kimi Linear (arXiv 2510.26692), equations of the WY form; frozen-state verification with a log of (k, u, g).
 """
@@ -21,13 +21,12 @@ from soloist.kernels.launch import (
 )
 
 # Rows of one WY block: the most a verify has.
-_ROWS = 16
+ROWS = 16
 # Three passes of bf16 give a product 17 bits: the state's error per commit is 5e-6, at two thirds of the time of
 # TF32's three.
-_DOT_PRECISION = "ieee" if IS_INTERPRETED else "bf16x3"
+DOT_PRECISION = "ieee" if IS_INTERPRETED else "bf16x3"
 # Value channels of a head that one program of a WY block, or of a commit, owns.
-_BLOCK_V = 32
-_ROWS_WARPS = 4
+BLOCK_V = 32
 
 
 @triton.jit
@@ -153,7 +152,7 @@ def _window(x_ptr, conv_ptr, i_row, i_c, T, stride_t, C: tl.constexpr):
 
 
 @triton.jit
-def _short_conv(x_ptr, conv_ptr, conv_w_ptr, i_row, i_c, T, stride_t, C: tl.constexpr):
+def short_conv(x_ptr, conv_ptr, conv_w_ptr, i_row, i_c, T, stride_t, C: tl.constexpr):
     """silu of the width-4 depthwise convolution, rounded to the model's dtype: (rows, channels) fp32."""
     b_y = tl.zeros((i_row.shape[0], i_c.shape[0]), dtype=tl.float32)
     for tap in tl.static_range(4):
@@ -209,7 +208,59 @@ def _inverse(b_l, i_r, DOT_PRECISION: tl.constexpr):
 
 
 @triton.jit
-def rows_kernel(
+def load_block(
+    qkv_ptr,
+    f_ptr,
+    b_ptr,
+    conv_ptr,
+    conv_w_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    head,
+    i_t,
+    T,
+    qkv_stride_t,
+    f_stride_t,
+    b_stride_t,
+    scale,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    LOWER_BOUND: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
+):
+    """What a block of rows of one head gives to the WY form, whatever the values are.
+
+    Returns:
+        k, g, cumulated g, exp(cumulated g), q (rows, K); beta (rows); (I + L)^-1 and P (rows, rows).
+    """
+    i_k = tl.arange(0, K)
+    c_q = head * K + i_k
+    m_t = i_t < T
+    i_t64 = i_t.to(tl.int64)
+    b_q = short_conv(qkv_ptr, conv_ptr, conv_w_ptr, i_t, c_q, T, qkv_stride_t, C)
+    b_k = short_conv(qkv_ptr, conv_ptr, conv_w_ptr, i_t, H * K + c_q, T, qkv_stride_t, C)
+    b_q = b_q / tl.sqrt(tl.sum(b_q * b_q, axis=1) + 1e-6)[:, None] * scale
+    b_k = b_k / tl.sqrt(tl.sum(b_k * b_k, axis=1) + 1e-6)[:, None]
+    b_f = tl.load(f_ptr + i_t64[:, None] * f_stride_t + c_q[None, :], mask=m_t[:, None], other=0.0).to(tl.float32)
+    a_log = tl.load(a_log_ptr + head)
+    b_dt = tl.load(dt_bias_ptr + c_q)
+    b_g = tl.where(m_t[:, None], _log_decay(b_f, a_log, b_dt[None, :], LOWER_BOUND), 0.0)
+    b_beta = tl.load(b_ptr + i_t64 * b_stride_t + head, mask=m_t, other=0.0).to(tl.float32)
+    b_beta = tl.where(m_t, tl.sigmoid(b_beta), 0.0)
+    b_q = tl.where(m_t[:, None], b_q, 0.0)
+    b_k = tl.where(m_t[:, None], b_k, 0.0)
+    b_cum = tl.cumsum(b_g, axis=0)  # (ROWS, K)
+
+    i_r = tl.arange(0, i_t.shape[0])
+    b_kk, b_qk = _pair_products(b_q, b_k, b_cum, i_r, i_t.shape[0], LOWER_BOUND is not None, DOT_PRECISION)
+    b_l = tl.where(i_r[:, None] > i_r[None, :], b_kk * b_beta[:, None], 0.0)
+    b_p = tl.where(i_r[:, None] >= i_r[None, :], b_qk, 0.0)
+    return b_k, b_g, b_cum, tl.exp(b_cum), b_q, b_beta, _inverse(b_l, i_r, DOT_PRECISION), b_p
+
+
+@triton.jit
+def verify_kernel(
     qkv_ptr,
     f_ptr,
     gate_ptr,
@@ -238,120 +289,98 @@ def rows_kernel(
     V: tl.constexpr,
     H: tl.constexpr,
     LOWER_BOUND: tl.constexpr,
-    WRITES_STATE: tl.constexpr,
     ROWS: tl.constexpr,
     BV: tl.constexpr,
-    NORM_ROWS: tl.constexpr,
     PDL: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
 ):
-    """Rows of BV value channels of one head, in blocks of ROWS, in WY form. Grid: (H, V / BV).
+    """T <= ROWS rows of BV value channels of one head from a frozen state. Grid: (H, V / BV).
 
-    The last program of a head to finish norms and gates its output rows. With WRITES_STATE the state (H, V, K) and
-    conv (3, C) advance by all T rows; without, they are only read, T <= ROWS, and verify_k (T, H, K), verify_u (T, H,
-    V), verify_g (T, H, K), verify_conv (T, C) keep what a commit needs.
+    The last program of a head to finish norms and gates its output rows. verify_k (T, H, K), verify_u (T, H, V),
+    verify_g (T, H, K), verify_conv (T, C) keep what a commit needs.
     """
     head = tl.program_id(0)
     tile = tl.program_id(1)
-    i_r = tl.arange(0, ROWS)
+    i_t = tl.arange(0, ROWS)
     i_k = tl.arange(0, K)
     i_v = tile * BV + tl.arange(0, BV)
-    c_q = head * K + i_k
-    c_k = H * K + head * K + i_k
     c_v = 2 * H * K + head * V + i_v
-
-    p_state = state_ptr + (head * V + i_v)[:, None] * K + i_k[None, :]
-    b_state = tl.load(p_state)  # (BV, K)
-    a_log = tl.load(a_log_ptr + head)
-    b_dt = tl.load(dt_bias_ptr + c_q)
+    b_state = tl.load(state_ptr + (head * V + i_v)[:, None] * K + i_k[None, :])  # (BV, K)
 
     wait_for_producers(PDL)
     let_consumers_start(PDL)
-    for start in range(0, T, ROWS):
-        i_t = start + i_r
-        m_t = i_t < T
-        i_t64 = i_t.to(tl.int64)
-        b_q = _short_conv(qkv_ptr, conv_ptr, conv_w_ptr, i_t, c_q, T, qkv_stride_t, C)
-        b_k = _short_conv(qkv_ptr, conv_ptr, conv_w_ptr, i_t, c_k, T, qkv_stride_t, C)
-        b_v = _short_conv(qkv_ptr, conv_ptr, conv_w_ptr, i_t, c_v, T, qkv_stride_t, C)
-        b_q = b_q / tl.sqrt(tl.sum(b_q * b_q, axis=1) + 1e-6)[:, None] * scale
-        b_k = b_k / tl.sqrt(tl.sum(b_k * b_k, axis=1) + 1e-6)[:, None]
-        b_f = tl.load(f_ptr + i_t64[:, None] * f_stride_t + c_q[None, :], mask=m_t[:, None], other=0.0).to(tl.float32)
-        b_g = tl.where(m_t[:, None], _log_decay(b_f, a_log, b_dt[None, :], LOWER_BOUND), 0.0)
-        b_beta = tl.load(b_ptr + i_t64 * b_stride_t + head, mask=m_t, other=0.0).to(tl.float32)
-        b_beta = tl.where(m_t, tl.sigmoid(b_beta), 0.0)
-        b_q = tl.where(m_t[:, None], b_q, 0.0)
-        b_k = tl.where(m_t[:, None], b_k, 0.0)
-        b_cum = tl.cumsum(b_g, axis=0)  # (ROWS, K)
+    b_k, b_g, _, b_from_start, b_q, b_beta, b_inverse, b_p = load_block(
+        qkv_ptr,
+        f_ptr,
+        b_ptr,
+        conv_ptr,
+        conv_w_ptr,
+        a_log_ptr,
+        dt_bias_ptr,
+        head,
+        i_t,
+        T,
+        qkv_stride_t,
+        f_stride_t,
+        b_stride_t,
+        scale,
+        C,
+        K,
+        H,
+        LOWER_BOUND,
+        DOT_PRECISION,
+    )
+    b_v = short_conv(qkv_ptr, conv_ptr, conv_w_ptr, i_t, c_v, T, qkv_stride_t, C)
 
-        b_kk, b_qk = _pair_products(b_q, b_k, b_cum, i_r, ROWS, LOWER_BOUND is not None, DOT_PRECISION)
-        b_l = tl.where(i_r[:, None] > i_r[None, :], b_kk * b_beta[:, None], 0.0)
-        b_p = tl.where(i_r[:, None] >= i_r[None, :], b_qk, 0.0)
+    # N = (I + L)^-1 diag(beta) (V - (exp(G) K) S).
+    b_state_t = tl.trans(b_state)  # (K, BV)
+    b_n = b_beta[:, None] * (b_v - tl.dot(b_from_start * b_k, b_state_t, input_precision=DOT_PRECISION))
+    b_n = tl.dot(b_inverse, b_n, input_precision=DOT_PRECISION)
+    b_o = tl.dot(b_from_start * b_q, b_state_t, input_precision=DOT_PRECISION)
+    b_o += tl.dot(b_p, b_n, input_precision=DOT_PRECISION)
 
-        # N = (I + L)^-1 diag(beta) (V - (exp(G) K) S).
-        b_from_start = tl.exp(b_cum)
-        b_state_t = tl.trans(b_state)  # (K, BV)
-        b_n = b_beta[:, None] * (b_v - tl.dot(b_from_start * b_k, b_state_t, input_precision=DOT_PRECISION))
-        b_n = tl.dot(_inverse(b_l, i_r, DOT_PRECISION), b_n, input_precision=DOT_PRECISION)
-        b_o = tl.dot(b_from_start * b_q, b_state_t, input_precision=DOT_PRECISION)
-        b_o += tl.dot(b_p, b_n, input_precision=DOT_PRECISION)
-        p_out = out_ptr + i_t64[:, None] * (H * V) + (head * V + i_v)[None, :]
-        tl.store(p_out, b_o.to(out_ptr.dtype.element_ty), mask=m_t[:, None])
-
-        if WRITES_STATE:
-            total = tl.sum(b_g, axis=0)  # (K,)
-            b_to_end = tl.exp(tl.minimum(total[None, :] - b_cum, 0.0)) * b_k
-            b_state = b_state * tl.exp(total)[None, :]
-            b_state += tl.dot(tl.trans(b_n), b_to_end, input_precision=DOT_PRECISION)
-        else:
-            tl.store(verify_u_ptr + (i_t[:, None] * H + head) * V + i_v[None, :], b_n, mask=m_t[:, None])
-            _copy_rows(qkv_ptr, verify_conv_ptr, i_t, c_v, m_t, qkv_stride_t, C)
-            if tile == 0:
-                tl.store(verify_k_ptr + (i_t[:, None] * H + head) * K + i_k[None, :], b_k, mask=m_t[:, None])
-                tl.store(verify_g_ptr + (i_t[:, None] * H + head) * K + i_k[None, :], b_g, mask=m_t[:, None])
-                _copy_rows(qkv_ptr, verify_conv_ptr, i_t, c_q, m_t, qkv_stride_t, C)
-                _copy_rows(qkv_ptr, verify_conv_ptr, i_t, c_k, m_t, qkv_stride_t, C)
-    if WRITES_STATE:
-        tl.store(p_state, b_state)
-
+    m_t = i_t < T
+    p_out = out_ptr + i_t[:, None] * (H * V) + (head * V + i_v)[None, :]
+    tl.store(p_out, b_o.to(out_ptr.dtype.element_ty), mask=m_t[:, None])
+    tl.store(verify_u_ptr + (i_t[:, None] * H + head) * V + i_v[None, :], b_n, mask=m_t[:, None])
+    _copy_rows(qkv_ptr, verify_conv_ptr, i_t, c_v, m_t, qkv_stride_t, C)
+    if tile == 0:
+        tl.store(verify_k_ptr + (i_t[:, None] * H + head) * K + i_k[None, :], b_k, mask=m_t[:, None])
+        tl.store(verify_g_ptr + (i_t[:, None] * H + head) * K + i_k[None, :], b_g, mask=m_t[:, None])
+        _copy_rows(qkv_ptr, verify_conv_ptr, i_t, head * K + i_k, m_t, qkv_stride_t, C)
+        _copy_rows(qkv_ptr, verify_conv_ptr, i_t, H * K + head * K + i_k, m_t, qkv_stride_t, C)
     if is_last_arriver(counter_ptr + head, tl.num_programs(1)):
-        _finish_head(out_ptr, gate_ptr, o_norm_ptr, head, T, gate_stride_t, eps, H, V, NORM_ROWS)
-        if WRITES_STATE:
-            # Every program of the head has read the window by now.
-            i_all = tl.arange(0, V)
-            _shift_window(qkv_ptr, conv_ptr, T, c_q, qkv_stride_t, C)
-            _shift_window(qkv_ptr, conv_ptr, T, c_k, qkv_stride_t, C)
-            _shift_window(qkv_ptr, conv_ptr, T, 2 * H * K + head * V + i_all, qkv_stride_t, C)
+        finish_head(out_ptr, gate_ptr, o_norm_ptr, head, 0, T, gate_stride_t, eps, H, V, ROWS)
 
 
 @triton.jit
-def _finish_head(
+def finish_head(
     out_ptr,
     gate_ptr,
     o_norm_ptr,
     head,
+    start,
     T,
     gate_stride_t,
     eps,
     H: tl.constexpr,
     V: tl.constexpr,
-    NORM_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """Norm and gate one head of out (T, H*V), in place."""
+    """Norm and gate ROWS rows of one head of out (T, H*V), in place."""
     i_v = tl.arange(0, V)
+    i_t = (start + tl.arange(0, ROWS)).to(tl.int64)
+    m_t = (i_t < T)[:, None]
+    p_out = out_ptr + i_t[:, None] * (H * V) + (head * V + i_v)[None, :]
+    b_o = tl.load(p_out, mask=m_t, other=0.0, cache_modifier=".cg").to(tl.float32)
+    b_gate = tl.load(gate_ptr + i_t[:, None] * gate_stride_t + (head * V + i_v)[None, :], mask=m_t, other=0.0)
     b_norm = tl.load(o_norm_ptr + i_v).to(tl.float32)
-    for start in range(0, T, NORM_ROWS):
-        i_t = (start + tl.arange(0, NORM_ROWS)).to(tl.int64)
-        m_t = (i_t < T)[:, None]
-        p_out = out_ptr + i_t[:, None] * (H * V) + (head * V + i_v)[None, :]
-        b_o = tl.load(p_out, mask=m_t, other=0.0, cache_modifier=".cg").to(tl.float32)
-        b_gate = tl.load(gate_ptr + i_t[:, None] * gate_stride_t + (head * V + i_v)[None, :], mask=m_t, other=0.0)
-        b_y = b_o / tl.sqrt(tl.sum(b_o * b_o, axis=1) / V + eps)[:, None] * b_norm[None, :]
-        tl.store(p_out, (b_y * tl.sigmoid(b_gate.to(tl.float32))).to(out_ptr.dtype.element_ty), mask=m_t)
+    b_y = b_o / tl.sqrt(tl.sum(b_o * b_o, axis=1) / V + eps)[:, None] * b_norm[None, :]
+    tl.store(p_out, (b_y * tl.sigmoid(b_gate.to(tl.float32))).to(out_ptr.dtype.element_ty), mask=m_t)
 
 
 @triton.jit
-def _shift_window(x_ptr, conv_ptr, num_rows, i_c, stride_t, C: tl.constexpr):
+def shift_window(x_ptr, conv_ptr, num_rows, i_c, stride_t, C: tl.constexpr):
     """Make the last three raw rows of (window, the first `num_rows` rows of x) the new window, for channels `i_c`."""
     i_tail = tl.arange(0, 4)
     b_tail = _window(x_ptr, conv_ptr, num_rows - 3 + i_tail, i_c, num_rows, stride_t, C)
@@ -410,10 +439,10 @@ def commit_kernel(
 
     p_conv = conv_ptr + layer * 3 * C
     p_new = verify_conv_ptr + layer * T_MAX * C
-    _shift_window(p_new, p_conv, num_rows, 2 * H * K + head * V + i_v, C, C)
+    shift_window(p_new, p_conv, num_rows, 2 * H * K + head * V + i_v, C, C)
     if tile == 0:
-        _shift_window(p_new, p_conv, num_rows, head * K + i_k, C, C)
-        _shift_window(p_new, p_conv, num_rows, H * K + head * K + i_k, C, C)
+        shift_window(p_new, p_conv, num_rows, head * K + i_k, C, C)
+        shift_window(p_new, p_conv, num_rows, H * K + head * K + i_k, C, C)
 
 
 def step(
@@ -462,7 +491,7 @@ def step(
     return out
 
 
-def run_rows(
+def verify(
     qkv: torch.Tensor,
     f: torch.Tensor,
     gate: torch.Tensor,
@@ -474,18 +503,19 @@ def run_rows(
     eps: float,
     state: torch.Tensor,
     conv: torch.Tensor,
-    verify: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    verify_k: torch.Tensor,
+    verify_u: torch.Tensor,
+    verify_g: torch.Tensor,
+    verify_conv: torch.Tensor,
     *,
     lower_bound: float | None,
 ) -> torch.Tensor:
-    """Launch `kda_verify` (`verify` holds its four buffers) or `kda_chunk` (None); arguments as there."""
+    """Launch `kda_verify`; arguments as there."""
     H, V, K = state.shape
     T = qkv.shape[0]
     out = torch.empty((T, H * V), dtype=qkv.dtype, device=qkv.device)
-    # A prefill never touches the verify buffers; any pointer does.
-    verify_k, verify_u, verify_g, verify_conv = verify or (state, state, state, conv)
-    block_v = min(V, _BLOCK_V)
-    rows_kernel[(H, V // block_v)](
+    block_v = min(V, BLOCK_V)
+    verify_kernel[(H, V // block_v)](
         qkv,
         f,
         gate,
@@ -514,12 +544,10 @@ def run_rows(
         V=V,
         H=H,
         LOWER_BOUND=lower_bound,
-        WRITES_STATE=verify is None,
-        NORM_ROWS=_ROWS if verify else 64,
-        ROWS=_ROWS,
+        ROWS=ROWS,
         BV=block_v,
-        DOT_PRECISION=_DOT_PRECISION,
-        num_warps=_ROWS_WARPS,
+        DOT_PRECISION=DOT_PRECISION,
+        num_warps=4,
         num_stages=1,
         **pdl_options(),
     )
@@ -537,7 +565,7 @@ def commit(
 ) -> None:
     """Launch `kda_commit`; arguments as there."""
     L, H, V, K = state.shape
-    block_v = min(V, _BLOCK_V)
+    block_v = min(V, BLOCK_V)
     commit_kernel[(V // block_v, H, L)](
         state,
         conv,
@@ -551,9 +579,9 @@ def commit(
         K=K,
         V=V,
         H=H,
-        ROWS=_ROWS,
+        ROWS=ROWS,
         BV=block_v,
-        DOT_PRECISION=_DOT_PRECISION,
+        DOT_PRECISION=DOT_PRECISION,
         num_warps=4,
         num_stages=1,
         **pdl_options(),
