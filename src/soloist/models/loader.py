@@ -220,6 +220,8 @@ class SafetensorsSource(LoadingSource):
 
     def _fill(self, part: Part, destination: torch.Tensor, init: Init) -> int:
         stored = self._folder.read(part.name)
+        if not stored.is_floating_point():
+            raise CheckpointError(f"{part.name} holds {stored.dtype}, expected floating-point weights")
         destination.copy_(stored)
         return stored.numel() * stored.element_size()
 
@@ -243,8 +245,26 @@ def check_tensors(
     Raises:
         CheckpointError: tensors are missing, left over or of another shape; the message counts all of them.
     """
+    complaint = f"{checkpoint} does not hold a {model_class.architecture}"
+    compare_tensors(asked, found, lambda name: model_class.ignores_tensor(config, name), complaint)
+
+
+def compare_tensors(
+    asked: RecordingSource, found: Mapping[str, tuple[int, ...]], is_ignored: Callable[[str], bool], complaint: str
+) -> None:
+    """Compare tensors that were asked for with those that there are.
+
+    Args:
+        asked: what a constructor asked for.
+        found: shapes by name.
+        is_ignored: whether a tensor may be there although nobody asks for it.
+        complaint: beginning of the message.
+
+    Raises:
+        CheckpointError: tensors are missing, left over or of another shape; the message counts all of them.
+    """
     missing = [f"{name} {list(shape)}" for name, shape in asked.shapes.items() if name not in found]
-    extra = [name for name in found if name not in asked.shapes and not model_class.ignores_tensor(config, name)]
+    extra = [name for name in found if name not in asked.shapes and not is_ignored(name)]
     misshaped = [
         f"{name} is {list(found[name])}, expected {list(shape)}"
         for name, shape in asked.shapes.items()
@@ -253,7 +273,7 @@ def check_tensors(
     faults = {"missing": missing, "unknown": extra, "of another shape than config.json says": misshaped}
     lines = [_describe(kind, names) for kind, names in faults.items() if names]
     if lines:
-        raise CheckpointError(f"{checkpoint} does not hold a {model_class.architecture}: {'; '.join(lines)}")
+        raise CheckpointError(f"{complaint}: {'; '.join(lines)}")
 
 
 def _describe(kind: str, names: list[str]) -> str:

@@ -17,7 +17,14 @@ from soloist.errors import CheckpointError, UnsupportedError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# The last two are maps between vocabularies, which only drafts have.
+_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "BOOL": torch.bool,
+}
 _SHARD = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _LFS_POINTER = b"version https://git-lfs"
