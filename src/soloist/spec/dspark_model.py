@@ -1,0 +1,302 @@
+"""DSpark's draft network: a few decoder layers that read the target's hidden states, a Markov head, a confidence head.
+
+Owns the weights and the passes over context and block. The round around them (when to inject, what to draw, how many
+to verify) is `dspark`'s.
+
+With s the position of the pending token x_s, the anchor, and R_l the target's residual stream behind layer l:
+
+    C_j  = rms_norm(fc [R_l1[j] .. R_lm[j]], hidden_norm)                          context, j < s
+    K, V = rotary_j(rms_norm(W_k C_j, k_norm)), W_v C_j                            for each draft layer, no other norm
+    z    = embedding [x_s, MASK, .. MASK], B slots at positions s .. s+B-1
+    z    = decoder layers (attention to context and block, SwiGLU);  h = rms_norm(z, norm)
+    l_k  = lm_head h_k + bias_k;   c_k = sigmoid(w [h_k e_k] + b),   e_k = W1[token before slot k's]
+
+    bias: vanilla  W2 e_k
+          gated    W2 (sigmoid(G [h_k e_k] + g) * e_k)
+          rnn      W2 tanh(o),  [a, b, o] = J [S_{k-1} e_k h_k] + j,
+                   S_k = sigmoid(a) S_{k-1} + (1 - sigmoid(a)) tanh(b)
+
+Source: DSpark (arXiv 2607.05147), section 3.1; DeepSpec (MIT).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from soloist.kernels.draft_attention import append_context, draft_attention
+from soloist.kernels.linear import linear, linear_residual, norm_linear
+from soloist.kernels.norm import rms_norm
+from soloist.kernels.rotary import RotaryTable, make_rotary_table
+from soloist.models.feed_forward import DenseFeedForward
+from soloist.models.layers import GroupedQueryAttention
+from soloist.models.weights import Part, Weight, WeightSource
+from soloist.spec.dspark_config import DSparkConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftContext:
+    """Keys and values that the target's hidden states gave, for all layers of a draft. Any length can be cut off."""
+
+    # (L, G, S, K), the target's dtype; keys after rotary. Rows behind the context are scratch of the block.
+    k: torch.Tensor
+    # (L, G, S, K).
+    v: torch.Tensor
+
+
+class DraftLayer:
+    """One decoder layer of the draft: block attention, then SwiGLU.
+
+    Args:
+        weights: the source.
+        index: of the layer.
+        config: of the draft.
+    """
+
+    def __init__(self, weights: WeightSource, index: int, config: DSparkConfig) -> None:
+        transformer, prefix = config.transformer, f"layers.{index}."
+        # Only its weights are used: a block attends otherwise than a decoder.
+        self.attention = GroupedQueryAttention(weights, prefix, transformer, has_qkv_bias=False, has_qk_norm=True)
+        self.feed_forward = DenseFeedForward(
+            weights,
+            prefix,
+            hidden_size=transformer.hidden_size,
+            intermediate_size=transformer.intermediate_size,
+            eps=transformer.rms_norm_eps,
+        )
+        self.window, self.is_causal = config.layer_windows[index], config.layer_is_causal[index]
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        context_len: torch.Tensor,
+        rotary: RotaryTable,
+    ) -> torch.Tensor:
+        """Transform the block's residual stream (B, D) with this layer's context (G, S, K)."""
+        a = self.attention
+        assert a.q_norm is not None and a.k_norm is not None
+        qkv = norm_linear(x, a.norm, a.eps, a.qkv_proj)  # (B, (H+2G)*K)
+        heads = draft_attention(
+            qkv,
+            k_cache,
+            v_cache,
+            context_len,
+            rotary.cos,
+            rotary.sin,
+            num_heads=a.num_heads,
+            q_norm=a.q_norm,
+            k_norm=a.k_norm,
+            eps=a.eps,
+            window=self.window,
+            is_causal=self.is_causal,
+        )  # (B, H*K)
+        return self.feed_forward(linear_residual(heads, a.o_proj, x), None)
+
+
+class MarkovHead:
+    """The bias that a drafted token puts on the logits of the next slot; this one depends on the token alone.
+
+    Args:
+        weights: the source.
+        config: of a draft with such a head. M below is its rank.
+    """
+
+    def __init__(self, weights: WeightSource, config: DSparkConfig) -> None:
+        M = config.markov_rank
+        table = Part(name="markov_head.markov_w1.weight", shape=(config.transformer.vocab_size, M))
+        self.w1 = weights.embedding(table)
+        self.w2 = weights.linear(Part(name="markov_head.markov_w2.weight", shape=(config.draft_vocab_size, M)))
+        # (1, M) fp32: what a block begins with.
+        self.start = torch.zeros(1, M, device=weights.device)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Look tokens (n,) up: (n, M)."""
+        return F.embedding(tokens, self.w1)
+
+    def step(
+        self, embedded: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give the bias of one slot.
+
+        Args:
+            embedded: (1, M) of the token before the slot's.
+            hidden: (1, D) of the slot.
+            state: (1, M) fp32, `start` or what the slot before gave.
+
+        Returns:
+            (1, N) fp32 and the state for the next slot.
+        """
+        return linear(embedded, self.w2, out_dtype=torch.float32), state
+
+
+class GatedMarkovHead(MarkovHead):
+    """A Markov head whose embedding is gated by the slot's hidden state."""
+
+    def __init__(self, weights: WeightSource, config: DSparkConfig) -> None:
+        super().__init__(weights, config)
+        D, M = config.transformer.hidden_size, config.markov_rank
+        self.gate_proj = weights.linear(Part(name="markov_head.gate_proj.weight", shape=(M, D + M)))
+        self.gate_bias = weights.tensor(Part(name="markov_head.gate_proj.bias", shape=(M,)), init="bias")
+
+    def step(
+        self, embedded: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        features = torch.cat([hidden, embedded], dim=-1)  # (1, D+M)
+        gate = linear(features, self.gate_proj, self.gate_bias, out_dtype=torch.float32).sigmoid()
+        return super().step((gate * embedded).to(embedded.dtype), hidden, state)
+
+
+class RecurrentMarkovHead(MarkovHead):
+    """A Markov head with a state that runs through the block."""
+
+    def __init__(self, weights: WeightSource, config: DSparkConfig) -> None:
+        super().__init__(weights, config)
+        D, M = config.transformer.hidden_size, config.markov_rank
+        self.joint_proj = weights.linear(Part(name="markov_head.joint_proj.weight", shape=(3 * M, 2 * M + D)))
+        self.joint_bias = weights.tensor(Part(name="markov_head.joint_proj.bias", shape=(3 * M,)), init="bias")
+
+    def step(
+        self, embedded: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        features = torch.cat([state.to(embedded.dtype), embedded, hidden], dim=-1)  # (1, 2M+D)
+        joint = linear(features, self.joint_proj, self.joint_bias, out_dtype=torch.float32)
+        keep, candidate, output = joint.chunk(3, dim=-1)  # (1, M) each
+        state = torch.lerp(candidate.tanh(), state, keep.sigmoid())
+        # The output comes from the same projection, not from the new state.
+        return super().step(output.tanh().to(embedded.dtype), hidden, state)[0], state
+
+
+MARKOV_HEADS: dict[str, type[MarkovHead]] = {
+    "vanilla": MarkovHead,
+    "gated": GatedMarkovHead,
+    "rnn": RecurrentMarkovHead,
+}
+
+
+class ConfidenceHead:
+    """Estimates the probability that a draft is accepted, given that those before it are. Held in fp32.
+
+    Args:
+        weights: the source.
+        config: of a draft with such a head.
+    """
+
+    def __init__(self, weights: WeightSource, config: DSparkConfig) -> None:
+        self.has_markov = config.confidence_input == "hidden_and_markov"
+        size = config.transformer.hidden_size + (config.markov_rank if self.has_markov else 0)
+        f32 = torch.float32
+        self.weight = weights.tensor(
+            Part(name="confidence_head.proj.weight", shape=(1, size)), dtype=f32, init="normal"
+        )
+        self.bias = weights.tensor(Part(name="confidence_head.proj.bias", shape=(1,)), dtype=f32, init="zeros")
+
+    def __call__(self, hidden: torch.Tensor, embedded: torch.Tensor | None) -> torch.Tensor:
+        """Give (n,) fp32 in [0, 1] for slots with (n, D) hidden states behind tokens with (n, M) Markov embeddings."""
+        features = hidden.float()
+        if self.has_markov:
+            assert embedded is not None
+            features = torch.cat([features, embedded.float()], dim=-1)  # (n, D+M)
+        return torch.addmv(self.bias, features, self.weight[0]).sigmoid()
+
+
+class DSparkModel:
+    """The draft network.
+
+    Args:
+        config: what it is.
+        weights: the source; names are DeepSpec's.
+        max_positions: rows of the context and its scratch.
+        embed_tokens: the target's, to share it. None: the checkpoint's own.
+        lm_head: the target's, to share it. None: the checkpoint's own.
+        target_ids: (draft_vocab_size,) int64, the token that each row of the head stands for. None: its own number.
+    """
+
+    def __init__(
+        self,
+        config: DSparkConfig,
+        weights: WeightSource,
+        max_positions: int,
+        *,
+        embed_tokens: torch.Tensor | None = None,
+        lm_head: Weight | None = None,
+        target_ids: torch.Tensor | None = None,
+    ) -> None:
+        self.config, self.target_ids, self.max_positions = config, target_ids, max_positions
+        self.dtype, self.device = weights.dtype, weights.device
+        t = config.transformer
+        D, L, G, K = t.hidden_size, t.num_hidden_layers, t.num_key_value_heads, t.head_dim
+        if embed_tokens is None:
+            embed_tokens = weights.embedding(Part(name="embed_tokens.weight", shape=(t.vocab_size, D)))
+        if lm_head is None:
+            lm_head = weights.linear(Part(name="lm_head.weight", shape=(config.draft_vocab_size, D)))
+        self.embed_tokens, self.lm_head = embed_tokens, lm_head
+        self.fc = weights.linear(Part(name="fc.weight", shape=(D, len(config.target_layer_ids) * D)))
+        self.hidden_norm = weights.tensor(Part(name="hidden_norm.weight", shape=(D,)))
+        self.layers = [DraftLayer(weights, index, config) for index in range(L)]
+        # Read once more: one product then gives every layer's context.
+        self.context_kv = weights.linear(
+            *(
+                Part(name=f"layers.{index}.self_attn.{name}_proj.weight", shape=(G * K, D))
+                for index in range(L)
+                for name in "kv"
+            )
+        )
+        self.k_norms = torch.empty(L, K, dtype=self.dtype, device=self.device)
+        for index, layer in enumerate(self.layers):
+            assert layer.attention.k_norm is not None
+            self.k_norms[index].copy_(layer.attention.k_norm)
+        self.norm = weights.tensor(Part(name="norm.weight", shape=(D,)))
+        self.markov = MARKOV_HEADS[config.markov_head_type](weights, config) if config.markov_head_type else None
+        self.confidence = ConfidenceHead(weights, config) if config.confidence_input else None
+        self.rotary = make_rotary_table(K, t.rope_theta, max_positions, t.rope_scaling, device=self.device)
+
+    def make_context(self) -> DraftContext:
+        """Allocate an empty context of `max_positions` rows."""
+        t = self.config.transformer
+        shape = (t.num_hidden_layers, t.num_key_value_heads, self.max_positions, t.head_dim)
+        k, v = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2))  # (L, G, S, K) each
+        return DraftContext(k=k, v=v)
+
+    def read_context(self, captured: torch.Tensor, context: DraftContext, context_len: torch.Tensor) -> None:
+        """Store T tokens in rows context_len and behind, from the target's hidden states (T, layers, D)."""
+        x = linear(captured.flatten(1), self.fc)  # (T, D)
+        eps = self.config.transformer.rms_norm_eps
+        kv = norm_linear(x, self.hidden_norm, eps, self.context_kv)  # (T, L*2*G*K)
+        rotary = self.rotary
+        append_context(kv, self.k_norms, eps, context.k, context.v, context_len, rotary.cos, rotary.sin)
+
+    def run_block(
+        self,
+        block_ids: torch.Tensor,
+        context: DraftContext,
+        context_len: torch.Tensor,
+        rotary: RotaryTable | None = None,
+    ) -> torch.Tensor:
+        """Run the block behind the first `context_len` rows of the context.
+
+        Args:
+            block_ids: (B,) int64, the anchor and the mask tokens.
+            context: its scratch rows are written in place.
+            context_len: () int32, the anchor's position.
+            rotary: angles of the block's positions, for the self-test. None: the model's own.
+
+        Returns:
+            (B, D) behind the final norm, always finite: a broken draft must not break the answer.
+        """
+        x = F.embedding(block_ids, self.embed_tokens)  # (B, D)
+        for layer, k_cache, v_cache in zip(self.layers, context.k.unbind(), context.v.unbind(), strict=True):
+            x = layer(x, k_cache, v_cache, context_len, rotary or self.rotary)
+        return torch.nan_to_num(rms_norm(x, self.norm, self.config.transformer.rms_norm_eps), 0.0, 0.0, 0.0)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Apply the output head to `run_block`'s hidden states (n, D): (n, draft_vocab_size) fp32, without the bias."""
+        return linear(hidden, self.lm_head, out_dtype=torch.float32)
+
+    def over_target_ids(self, logits: torch.Tensor) -> torch.Tensor:
+        """Spread logits (n, draft_vocab_size) over the target's vocabulary (n, N): what the head lacks is -inf."""
+        if self.target_ids is None:
+            return logits
+        spread = logits.new_full((logits.shape[0], self.config.transformer.vocab_size), float("-inf"))
+        return spread.index_copy_(1, self.target_ids, logits)
