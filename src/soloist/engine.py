@@ -23,8 +23,13 @@ from soloist.runtime.ring import StepRecord, TokenLogprob, TokenRing
 from soloist.runtime.runner import ModelRunner
 from soloist.runtime.sampler import make_target
 from soloist.sampling_params import SamplingParams
+from soloist.spec.costs import StepCosts
 from soloist.spec.drafter import Drafter, NoDrafter
+from soloist.spec.simulate import accept_by_lot, solve_acceptance
+from soloist.spec.stats import DraftTotals
+from soloist.spec.switch import DraftSwitch
 from soloist.spec.verify import Rule, accept, finish
+from soloist.spec.width import WidthRule
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -73,8 +78,13 @@ class RequestStats:
     completion_tokens: int
     # Of the random numbers; None for a greedy request, which draws none.
     seed: int | None
-    # Name of the drafter; with the seed, what a sampled text depends on.
+    # Name of the drafter and how widths are chosen; with the seed, what a sampled text depends on.
     drafter: str
+    policy: str
+    # Tokens of the answer after which drafting was turned off, because it lost; None: it was not.
+    drafting_off_after: int | None
+    # Whether drafts were kept by lot: the text is then not the model's.
+    simulated: bool
     # Reading the prompt, without its last token.
     prefill_s: float
     # From the request to its first token; None: there was none.
@@ -129,6 +139,11 @@ class Engine:
         rule: how drafts with a law are verified.
         prefixes: what is kept for later requests. None: every prompt is read whole.
         execution: how steps are run. None: what is fastest on the model's device.
+        simulated_acceptance: tokens that a step of full width shall commit on average, whatever the target says; for
+            benchmarks. None: drafts are verified.
+
+    Raises:
+        UsageError: a simulated acceptance without drafts, or one that no step reaches.
     """
 
     def __init__(
@@ -140,6 +155,7 @@ class Engine:
         rule: Rule = Rule.CHAIN,
         prefixes: PrefixStore | None = None,
         execution: Execution | None = None,
+        simulated_acceptance: float | None = None,
     ) -> None:
         self.runner = runner
         self.prefixes = prefixes
@@ -159,12 +175,57 @@ class Engine:
             device=device,
         )
         # Captured steps by plan; they share one memory pool, since one runs at a time.
-        self._graphs: dict[SamplingPlan, StepGraph] = {}
+        self._graphs: dict[tuple[SamplingPlan, bool], StepGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.execution.is_captured else None
         # On the CPU the width can be read for nothing, and padding rows would cost; a captured step has all rows.
         self._reads_width = device.type == "cpu"
         # Held by the request that is under way.
         self.in_use = threading.Lock()
+        # Of the requests that have ended.
+        self.totals = DraftTotals()
+        # Set by `adapt_width`.
+        self.width_rule: WidthRule | None = None
+        self.switch: DraftSwitch | None = None
+        # Of each draft, once it is reached.
+        self._simulated_probability: float | None = None
+        if simulated_acceptance is not None:
+            if not self.drafter.max_drafts:
+                raise UsageError("simulated acceptance needs a drafter: without drafts nothing is accepted")
+            self._simulated_probability = solve_acceptance(simulated_acceptance, buffers.max_width)
+
+    def adapt_width(self, costs: StepCosts) -> None:
+        """From now on choose widths by what was kept and what rows cost, and turn drafting off where it loses.
+
+        Between requests only.
+
+        Args:
+            costs: of this engine's steps.
+
+        Raises:
+            UsageError: acceptance is simulated, which is done for a fixed width.
+        """
+        buffers = self.runner.buffers
+        assert len(costs.step_ms) == buffers.max_width > 1, "the costs are of steps of another width"
+        if self._simulated_probability is not None:
+            raise UsageError("a simulated acceptance length is that of a fixed width: leave adaptive width out")
+        device, has_confidences = buffers.width.device, self.drafter.has_confidences
+        self.width_rule = WidthRule(costs, has_confidences=has_confidences, device=device)
+        self.drafter.width_rule = self.width_rule
+        self.switch = DraftSwitch(costs)
+        self._graphs.clear()
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether drafts are kept by lot, whatever the model says."""
+        return self._simulated_probability is not None
+
+    @property
+    def policy(self) -> str:
+        """How widths are chosen, in words for the stats."""
+        max_width = self.runner.buffers.max_width
+        if self.switch is None:
+            return f"fixed width {max_width}"
+        return f"adaptive width 1..{max_width} by {self.switch.policy}"
 
     def generate(
         self,
@@ -232,43 +293,85 @@ class Engine:
 
         Between requests only: the buffers are then behind the end of one.
         """
-        if not self.execution.is_captured or plan in self._graphs:
+        if not self.execution.is_captured or (plan, True) in self._graphs:
             return
         self.runner.buffers.end()
-        self._graphs[plan] = StepGraph(self.make_step(plan), has_pdl=self.execution.has_pdl, pool=self._pool)
+        with torch.inference_mode():
+            # The drafter must know what is drawn; its state of the last request is still wanted.
+            state = self.drafter.snapshot()
+            self.drafter.begin(self.runner.buffers.input_ids[:1], plan)
+            for is_drafting in (True,) if self.switch is None else (True, False):
+                step = self.make_step(plan, is_drafting=is_drafting)
+                graph = StepGraph(step, has_pdl=self.execution.has_pdl, pool=self._pool)
+                self._graphs[plan, is_drafting] = graph
+            if state is not None:
+                self.drafter.restore(state)
         self.ring.reset()
 
     def open_queue(self, plan: SamplingPlan, constraint: Constraint | None, num_top: int | None) -> StepQueue:
         """Give the steps of a request whose buffers are set and whose prompt is read."""
-        if constraint is not None or not self.execution.is_captured:
-            return StepQueue(self.make_step(plan, constraint), self.ring, run_ahead=0, num_top=num_top)
-        launch = self._graphs[plan].replay
-        return StepQueue(launch, self.ring, run_ahead=self.execution.run_ahead, num_top=num_top)
+        is_captured = constraint is None and self.execution.is_captured
+        launches = [
+            self._graphs[plan, is_drafting].replay
+            if is_captured
+            else self.make_step(plan, constraint, is_drafting=is_drafting)
+            for is_drafting in ((True,) if self.switch is None else (True, False))
+        ]
+        launch = launches[0] if self.switch is None else self._switched(*launches)
+        run_ahead = self.execution.run_ahead if is_captured else 0
+        return StepQueue(launch, self.ring, run_ahead=run_ahead, num_top=num_top)
 
-    def make_step(self, plan: SamplingPlan, constraint: Constraint | None = None) -> Callable[[], None]:
+    def _switched(self, drafting: Callable[[], None], plain: Callable[[], None]) -> Callable[[], None]:
+        """Let the switch choose each step as it is enqueued."""
+        switch, rule = self.switch, self.width_rule
+        assert switch is not None and rule is not None
+
+        def launch() -> None:
+            if switch.has_clock:
+                rule.cap.fill_(1 if switch.is_probing else self.runner.buffers.max_width)
+            (drafting if switch.is_on else plain)()
+
+        return launch
+
+    def make_step(
+        self, plan: SamplingPlan, constraint: Constraint | None = None, *, is_drafting: bool = True
+    ) -> Callable[[], None]:
         """Compose one step for requests with this plan: fixed shapes, no host decision, ready to be captured.
 
-        A constraint is decided on the host between proposal and verification: such a step cannot be captured.
+        A constraint is decided on the host between proposal and verification: such a step cannot be captured. A step
+        without drafting leaves the drafter's state where it is.
         """
         runner, drafter, ring, rule = self.runner, self.drafter, self.ring, self.rule
+        width_rule, probability = self.width_rule, self._simulated_probability
         buffers, context_len = runner.buffers, runner.cache.context_len
         may_read_width = self._reads_width and buffers.max_width > 1
 
         @torch.inference_mode()
         def step() -> None:
-            drafter.propose(buffers, context_len)
+            if is_drafting:
+                if width_rule is not None:
+                    width_rule.limit(buffers.width)
+                drafter.propose(buffers, context_len)
+            else:
+                buffers.width.clamp_max_(1)
             if drafter.max_drafts:
                 # A draft behind the last token that was asked for is not verified.
                 buffers.width.copy_(torch.minimum(buffers.width, buffers.num_left.clamp_min(1)))
             if constraint is not None:
                 self._constrain(constraint)
-            num_rows = int(buffers.width) if may_read_width else buffers.max_width
+            num_rows = int(buffers.width) if may_read_width else buffers.max_width if is_drafting else 1
             hidden, logits = runner.forward(num_rows)  # (T, D), (T, N)
-            has_law = drafter.has_draft_law and num_rows > 1
+            has_law = drafter.has_draft_law and num_rows > 1 and probability is None
             target = make_target(logits, buffers, context_len, plan, has_draft_law=has_law)
-            verdict = accept(target, buffers, context_len, rule)
+            if probability is None:
+                verdict = accept(target, buffers, context_len, rule)
+            else:
+                verdict = accept_by_lot(target, buffers, context_len, probability)
             runner.commit(verdict.num_committed, num_rows)
-            drafter.update(buffers, verdict, hidden, runner.captured(num_rows))
+            if is_drafting:
+                if width_rule is not None:
+                    width_rule.record(buffers.width, verdict.num_accepted)
+                drafter.update(buffers, verdict, hidden, runner.captured(num_rows))
             finish(
                 verdict,
                 buffers,
@@ -326,10 +429,12 @@ class Generation:
         self._is_cancelled = threading.Event()
         # Whether this request holds the engine, and whether its last result was given.
         self._is_running = self._is_over = self._has_failed = False
+        # Whether it is among the engine's totals.
+        self._is_counted = False
         self._steps: StepQueue | None = None
         self._num_kept: int | None = None
-        # (drafted, accepted) of every step.
-        self._drafts: list[tuple[int, int]] = []
+        # (drafted, accepted, committed) of every step.
+        self._step_counts: list[tuple[int, int, int]] = []
         self._start_s = self._prefilled_s = time.perf_counter()
         self._first_s: float | None = None
         self._last_s = 0.0
@@ -369,6 +474,8 @@ class Generation:
             # A pass that broke off may have written state that belongs to no token.
             if self._engine.prefixes is not None and not self._has_failed:
                 self._engine.prefixes.end([*self.prompt_ids, *self.token_ids, *unread])
+            self._is_counted = True
+            self._count(1)
             self._engine.in_use.release()
 
     def _drain(self) -> list[StepRecord]:
@@ -376,23 +483,48 @@ class Generation:
 
     def keep(self, num_tokens: int) -> None:
         """Say that the client was given only the first `num_tokens` of the answer: the stats then end there too."""
+        if self._is_counted:
+            self._count(-1)
         self._num_kept = num_tokens
+        if self._is_counted:
+            self._count(1)
+
+    def _count(self, weight: int) -> None:
+        stats = self.stats
+        self._engine.totals.add(
+            completion_tokens=stats.completion_tokens,
+            drafted_histogram=stats.drafted_histogram,
+            accepted_histogram=stats.accepted_histogram,
+            weight=weight,
+        )
+
+    def _counts(self) -> tuple[list[int], list[int]]:
+        """Give the drafts that every step verified, and those it kept among the tokens that the client was given."""
+        num_left = len(self.token_ids) if self._num_kept is None else self._num_kept
+        accepted = []
+        for _, num_accepted, num_committed in self._step_counts:
+            accepted.append(min(num_accepted, num_left))
+            num_left -= min(num_committed, num_left)
+        return [num_drafted for num_drafted, _, _ in self._step_counts], accepted
 
     @property
     def stats(self) -> RequestStats:
         """What the request took so far."""
-        width = self._engine.runner.buffers.max_width
-        drafted, accepted = ([step[i] for step in self._drafts] for i in range(2))
+        engine, width = self._engine, self._engine.runner.buffers.max_width
+        drafted, accepted = self._counts()
         return RequestStats(
             prompt_tokens=len(self.prompt_ids),
             cached_tokens=self.reuse.num_tokens,
             completion_tokens=len(self.token_ids) if self._num_kept is None else self._num_kept,
             seed=None if self._params.is_greedy else self._seed,
-            drafter=self._engine.drafter.name,
+            drafter=engine.drafter.name,
+            policy=engine.policy,
+            drafting_off_after=None if engine.switch is None else engine.switch.off_after,
+            simulated=engine.is_simulated,
             prefill_s=self._prefilled_s - self._start_s,
             ttft_s=None if self._first_s is None else self._first_s - self._start_s,
             decode_s=0.0 if self._first_s is None else self._last_s - self._first_s,
-            forwards=len(self._drafts),
+            forwards=len(self._step_counts),
             drafted=sum(drafted),
             accepted=sum(accepted),
             drafted_histogram=tuple(drafted.count(j) for j in range(width)),
@@ -412,13 +544,22 @@ class Generation:
             self._steps = self._engine.open_queue(plan, self.constraint, self._params.logprobs)
         if self._is_cancelled.is_set():
             return _end("cancelled")
-        return self._take_record(self._steps.next())
+        started_s = time.perf_counter()
+        record = self._steps.next()
+        if (switch := self._engine.switch) is not None:
+            switch.note(record.num_drafted + 1, len(record.token_ids), 1000 * (time.perf_counter() - started_s))
+            self._engine.drafter.is_following = switch.is_on
+        return self._take_record(record)
 
     def _begin(self) -> SamplingPlan:
         engine, has_constraint = self._engine, self.constraint is not None
         self._start_s = self._prefilled_s = time.perf_counter()
         if not has_constraint:
             engine.prepare(SamplingPlan.of(self._params))
+        if engine.width_rule is not None and engine.switch is not None:
+            engine.width_rule.begin()
+            # Steps that are enqueued ahead cannot be timed one by one, and timings would make the text differ.
+            engine.switch.begin(has_clock=self._params.seed is None and not engine.execution.is_captured)
         engine.ring.reset()
         eos = () if self._params.ignore_eos else engine.eos_token_ids
         return engine.runner.buffers.begin(
@@ -453,6 +594,7 @@ class Generation:
             if is_done and end < last and engine.prefixes is not None:
                 engine.prefixes.keep(self.prompt_ids[:end], runner.cache, engine.drafter)
             start = end
+        engine.drafter.is_following = True
         self._prefilled_s = time.perf_counter()
         return is_done
 
@@ -503,7 +645,7 @@ class Generation:
 
     def _note(self, record: StepRecord) -> None:
         self.token_ids += record.token_ids
-        self._drafts.append((record.num_drafted, record.num_accepted))
+        self._step_counts.append((record.num_drafted, record.num_accepted, len(record.token_ids)))
         self._last_s = time.perf_counter()
         if self._first_s is None:
             self._first_s = self._last_s

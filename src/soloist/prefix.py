@@ -108,6 +108,9 @@ class PrefixStore:
         drafter_state = drafter.snapshot()
         can_cut = cache.can_rollback and drafter_state is None
         live = self._take_live(cache)
+        if drafter_state is not None and not drafter.is_following:
+            # The request went on without the drafter: what the cache holds has no state of it.
+            live = []
         num_common = _common(live, wanted)
         best, best_len = None, _usable(num_common, len(live), can_cut)
         nearest, live_len = live, best_len
@@ -216,7 +219,9 @@ class Restore:
             state = self.entry.drafter
         if self.cache.can_rollback:
             self.cache.rollback(self.num_tokens)
-        if state is not None:
+        if state is None:
+            self.drafter.skip(self.num_tokens)
+        else:
             self.drafter.restore(state)
 
 

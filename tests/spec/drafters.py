@@ -14,6 +14,8 @@ from soloist.runtime.runner import ModelRunner
 from soloist.sampling_params import SamplingParams
 from soloist.spec.draft_model import DraftModel
 from soloist.spec.drafter import Drafter
+from soloist.spec.dspark import DSpark, make_random_dspark
+from soloist.spec.dspark_config import random_config
 from soloist.spec.mtp import load_mtp
 from soloist.spec.ngram import PromptLookup
 from soloist.spec.setup import DrafterSetup
@@ -122,6 +124,29 @@ def _mtp(setting: Setting) -> Drafter:
     return drafter
 
 
+def _dspark(setting: Setting, **shape: Any) -> Drafter:
+    depth = setting.target.config.num_hidden_layers
+    config = random_config(
+        setting.target.config,
+        block_size=setting.max_drafts + 2,
+        num_hidden_layers=1,
+        markov_rank=6,
+        target_layer_ids=tuple(range(-1, depth - 1)),
+        **shape,
+    )
+    drafter = make_random_dspark(setting.setup(), config)
+    drafter.is_fixed_shape = setting.is_fixed_shape
+    return drafter
+
+
+def _dspark_chosen(setting: Setting) -> Drafter:
+    drawn = _dspark(setting, markov_head_type="rnn")
+    assert isinstance(drawn, DSpark)
+    drafter = DSpark(drawn.model, max_drafts=setting.max_drafts, draft_greedily=True)
+    drafter.is_fixed_shape = setting.is_fixed_shape
+    return drafter
+
+
 MakeDrafter = Callable[[Setting], Drafter]
 # Drafter, and the families it drafts for.
 DRAFTERS: dict[str, tuple[MakeDrafter, tuple[str, ...]]] = {
@@ -131,6 +156,9 @@ DRAFTERS: dict[str, tuple[MakeDrafter, tuple[str, ...]]] = {
     # Always right, so every step commits all its drafts.
     "twin": (_twin, FAMILIES),
     "mtp": (_mtp, ("bailing_moe_v3",)),
+    "dspark": (_dspark, FAMILIES),
+    "dspark, chosen": (_dspark_chosen, ("llama", "bailing_moe_v3")),
+    "dflash": (lambda setting: _dspark(setting, markov_head_type=None, confidence_input="hidden"), ("qwen3",)),
 }
 CASES = [(name, family) for name, (_, families) in DRAFTERS.items() for family in families]
 

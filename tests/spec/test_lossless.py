@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from soloist.models.causal_lm import CausalLM
 from soloist.spec.drafter import Drafter

@@ -62,7 +62,7 @@ class ChainDrafter(Drafter):
             if stop is not None:
                 stop.add(float(self.confidences[self.num_drafts - 1]))
         if not self.is_fixed_shape:
-            buffers.width.fill_(1 + self.num_drafts)
+            buffers.width.clamp_max_(1 + self.num_drafts)
         elif self.width_rule is not None:
             buffers.width.copy_(torch.minimum(buffers.width, self.width_rule.stop(self.confidences)))
 

@@ -119,7 +119,7 @@ class DraftModel(ChainDrafter):
 
     def _read_unread(self) -> torch.Tensor:
         """Read up to the pending token in one pass of `max_unread` rows; give its hidden row (1, D)."""
-        num_unread = self.context_len + 1 - self.cache.context_len
+        num_unread = (self.context_len + 1 - self.cache.context_len).clamp_max(self.max_unread)
         rows = torch.arange(self.max_unread, device=num_unread.device)  # (R,)
         # Rows behind the pending token are padding, and what is there may be no token.
         ids = self.history.ids.index_select(0, self.cache.context_len + rows).clamp_min(0)

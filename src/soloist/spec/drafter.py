@@ -35,6 +35,8 @@ class Drafter(ABC):
     has_confidences: bool = False
     # Set by the engine for adaptive width; None: every proposal is as long as it can be.
     width_rule: WidthRule | None = None
+    # Cleared by the engine when a request goes on without the drafter, whose state is then behind the target's.
+    is_following: bool = True
 
     def begin(self, prompt_ids: torch.Tensor, plan: SamplingPlan) -> None:  # noqa: B027
         """Forget the last request and take a new one.

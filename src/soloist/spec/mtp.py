@@ -67,10 +67,10 @@ class MTPDrafter(ChainDrafter):
     def propose(self, buffers: StepBuffers, context_len: torch.Tensor) -> None:
         # A prompt of one token gives its first step no hidden state to draft from.
         if not self.is_fixed_shape and int(context_len) == 0:
-            buffers.width.fill_(1)
+            buffers.width.clamp_max_(1)
         super().propose(buffers, context_len)
         if self.is_fixed_shape:
-            buffers.width.copy_(torch.where(context_len > 0, buffers.width, 1))
+            buffers.width.copy_(torch.where(context_len > 0, buffers.width, buffers.width.clamp_max(1)))
 
     def first_logits(self) -> torch.Tensor:
         self.chain.context_len.copy_(self.cache.context_len)

@@ -79,12 +79,12 @@ class PromptLookup(Drafter):
         self.context_len.copy_(context_len)
         candidates = self._candidates(context_len)
         if candidates.shape[0] == 0:
-            buffers.width.fill_(1)
+            buffers.width.clamp_max_(1)
             return
         tokens, has_match = find_continuation(self.history.padded_ids, context_len, candidates, self.max_drafts)
         # Without a match these are padding, and ids all the same: the pending token's.
         buffers.input_ids[1:].copy_(torch.where(has_match, tokens, buffers.input_ids[0]))
-        buffers.width.copy_(torch.where(has_match, buffers.width, 1))
+        buffers.width.copy_(torch.where(has_match, buffers.width, buffers.width.clamp_max(1)))
 
     def _candidates(self, context_len: torch.Tensor) -> torch.Tensor:
         """Give the positions at which a match may end: (C,) int64."""

@@ -87,11 +87,8 @@ class WidthRule:
         self.has_confidences = has_confidences
         # (T-1,) int64: 0, 1, ..
         self.rows = torch.arange(max_drafts, device=device)
-
-    @property
-    def policy(self) -> str:
-        """Words for the stats; with the seed and the drafter they fix a sampled text."""
-        return f"adaptive width 1..{len(self.costs.step_ms)} by costs {self.costs.digest}"
+        # () int32: most rows of the next step, as the host wishes.
+        self.cap = torch.full((), 1 + max_drafts, dtype=torch.int32, device=device)
 
     def begin(self) -> None:
         """Forget the counts, at a request's begin."""
@@ -103,9 +100,11 @@ class WidthRule:
         """Give the probability that a reached draft of each cell is kept: (cells,) fp32."""
         return (self.kept + PRIOR_DRAFTS * self.prior) / (self.reached + PRIOR_DRAFTS)
 
-    def widest(self) -> torch.Tensor:
-        """Choose the width from the past alone: () int32."""
-        return best_width(self.acceptance().cumprod(0), self.step_ms)
+    def limit(self, width: torch.Tensor) -> None:
+        """Lower the width () int32 that a step may have, in place, by what is known before anything is drafted."""
+        width.copy_(torch.minimum(width, self.cap))
+        if not self.has_confidences:
+            width.copy_(torch.minimum(width, best_width(self.acceptance().cumprod(0), self.step_ms)))
 
     def stop(self, confidences: torch.Tensor) -> torch.Tensor:
         """Choose the width from confidences.
