@@ -19,7 +19,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.float32 if IS_INTERPRETED else torch.bfloat16
 EPS = 1e-5
 
-TWO_WARPS = linear_triton.StripSettings(warps=2, run=1, tiles=2, ahead=2, outputs=16)
+TWO_WARPS = linear_triton.StripSettings(warps=2, run=1, tiles=2, ahead=2, outputs=16, prefetch=1)
 SETTINGS = [
     TWO_WARPS,
     # One long run; outputs that do not fill the tiles; more chunks ahead than there are.

@@ -53,6 +53,8 @@ class StripSettings:
     outputs: int
     # Programs that share one strip's inputs.
     splits: int = 1
+    # The strip this many ahead is brought into the L2 while its own is worked on; 0: the rest of its own; None: none.
+    prefetch: int | None = None
     # Registers a thread may use; None: as many as the compiler likes.
     max_registers: int | None = None
 
@@ -105,30 +107,72 @@ def _as_columns(b_w, WARPS: tl.constexpr, RUN: tl.constexpr, TILES: tl.constexpr
 
 
 @triton.jit
-def _strip(
-    x_ptr, x_stride_t, norm_ptr, eps, w_ptr, i_o, m_o, T, first,
+def prefetch(ptr, num_bytes, INTERPRETED: tl.constexpr):
+    """Bring `num_bytes` (a multiple of 16, may be negative: none) from a 16-byte boundary on into the L2."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            """{ .reg .pred %is_first, %is_any; .reg .u32 %thread;
+            mov.u32 %thread, %tid.x; setp.gt.s32 %is_any, $2, 0; setp.eq.and.u32 %is_first, %thread, 0, %is_any;
+            @%is_first cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }""",
+            "=r,l,r",
+            [ptr.to(tl.uint64), num_bytes],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def _prefetch_weights(w_ptr, first_row, num_rows, end_row, I: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Bring rows first_row..first_row + num_rows - 1 before end_row of a weight into the L2."""
+    row_bytes: tl.constexpr = I * w_ptr.dtype.element_ty.primitive_bitwidth // 8
+    prefetch(w_ptr + first_row.to(tl.int64) * I, tl.minimum(num_rows, end_row - first_row) * row_bytes, INTERPRETED)
+
+
+@triton.jit
+def _prefetch_norm(norm_ptr, strip, I: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Bring the norm's weights into the L2; the first strips see to it."""
+    if norm_ptr is not None:
+        row_bytes: tl.constexpr = I * norm_ptr.dtype.element_ty.primitive_bitwidth // 8
+        prefetch(norm_ptr, tl.where(strip < 8, row_bytes, 0), INTERPRETED)
+
+
+@triton.jit
+def _load_ahead(
+    w_ptr, i_o, m_o, first,
+    I: tl.constexpr, CHUNKS: tl.constexpr, IS_RAGGED: tl.constexpr,
+    WARPS: tl.constexpr, RUN: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Load the first AHEAD chunks of weight rows `i_o`: a tuple of tiles."""
+    weights = ()
+    for c in tl.static_range(min(AHEAD, CHUNKS)):
+        start = first + c * PIECE * RUN * WARPS
+        weights = weights + (_load_weights(w_ptr, i_o, m_o, start, I, IS_RAGGED, WARPS, RUN),)  # type: ignore
+    return weights
+
+
+@triton.jit
+def _product(
+    x_ptr, x_stride_t, norm_ptr, eps, w_ptr, weights, i_o, m_o, T, first,
     I: tl.constexpr, CHUNKS: tl.constexpr, IS_RAGGED: tl.constexpr,
     WARPS: tl.constexpr, RUN: tl.constexpr, TILES: tl.constexpr, HALVES: tl.constexpr, AHEAD: tl.constexpr,
-    DOT_FP32: tl.constexpr, PDL: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Multiply all tokens with the weight rows `i_o` over CHUNKS chunks of inputs from `first` on.
 
-    Gives (16, 8 * TILES) fp32. Waits for the producers of x. With a norm the chunks must cover all inputs.
+    Gives (8 * HALVES, 8 * TILES) fp32. `weights` are the chunks that are loaded already. With a norm the chunks must
+    cover all inputs.
     """
     CHUNK: tl.constexpr = PIECE * RUN * WARPS
-    weights = ()
-    for c in tl.static_range(min(AHEAD, CHUNKS)):
-        start = first + c * CHUNK
-        weights = weights + (_load_weights(w_ptr, i_o, m_o, start, I, IS_RAGGED, WARPS, RUN),)  # type: ignore
-    wait_for_producers(PDL)
-    let_consumers_start(PDL)
     tokens = (_load_tokens(x_ptr, x_stride_t, T, first, I, IS_RAGGED, WARPS, RUN, HALVES),)
-    b_acc = tl.zeros((WARPS, 16, 8 * TILES), dtype=tl.float32)
+    # Two sums in turn: a product need not wait for the one before it.
+    b_even = tl.zeros((WARPS, 16, 8 * TILES), dtype=tl.float32)
+    b_odd = tl.zeros((WARPS, 16, 8 * TILES), dtype=tl.float32)
     b_square = tl.zeros((8, WARPS, HALVES, 4), dtype=tl.float32)
     for c in tl.static_range(CHUNKS):
         if c + AHEAD < CHUNKS:
             start = first + (c + AHEAD) * CHUNK
-            weights = weights + (_load_weights(w_ptr, i_o, m_o, start, I, IS_RAGGED, WARPS, RUN),)  # type: ignore
+            weights = weights + (_load_weights(w_ptr, i_o, m_o, start, I, IS_RAGGED, WARPS, RUN),)
         if c + 1 < CHUNKS:
             start = first + (c + 1) * CHUNK
             b_next = _load_tokens(x_ptr, x_stride_t, T, start, I, IS_RAGGED, WARPS, RUN, HALVES)
@@ -143,25 +187,32 @@ def _strip(
             b_h = (b_x * b_norm).to(b_h.dtype)
         b_left = _as_rows(b_h, WARPS, RUN, HALVES)
         b_right = _as_columns(weights[c], WARPS, RUN, TILES)
-        if DOT_FP32:
+        if INTERPRETED:
             b_left, b_right = b_left.to(tl.float32), b_right.to(tl.float32)
-        b_acc = tl.dot(b_left, b_right, b_acc)
-    b_y = tl.sum(b_acc, axis=0)
+        if c % 2 == 0:
+            b_even = tl.dot(b_left, b_right, b_even)
+        else:
+            b_odd = tl.dot(b_left, b_right, b_odd)
+    b_y = b_even + b_odd
+    if HALVES == 1:
+        # A lane holds rows t and t + 8 side by side: dropping the empty half is free and halves what warps exchange.
+        b_y = tl.permute(tl.reshape(b_y, (WARPS, 2, 8, 8 * TILES)), (0, 2, 3, 1))
+        b_y, _ = tl.split(b_y)
+    b_y = tl.sum(b_y, axis=0)
     if norm_ptr is not None:
         b_sum = tl.sum(tl.sum(b_square, axis=3), axis=1)  # (8, HALVES)
-        if HALVES == 1:
-            b_sum = tl.where(tl.arange(0, 2)[None, :] == 0, b_sum, 0.0)
-        b_mean = tl.reshape(tl.permute(b_sum, (1, 0)), (16,)) / I
+        b_mean = tl.reshape(tl.permute(b_sum, (1, 0)), (8 * HALVES,)) / I
         b_y = b_y * (1.0 / tl.sqrt(b_mean + eps))[:, None]
     return b_y
 
 
-@triton.jit(do_not_specialize=["T", "ROWS"])
+@triton.jit(do_not_specialize=["T", "ROWS", "distance"])
 def linear_kernel(
-    x_ptr, x_stride_t, norm_ptr, eps, w_ptr, bias_ptr, residual_ptr, y_ptr, partial_ptr, counter_ptr, T, O, ROWS,
+    x_ptr, x_stride_t, norm_ptr, eps, w_ptr, bias_ptr, residual_ptr, y_ptr, partial_ptr, counter_ptr,
+    T, O, ROWS, distance,
     I: tl.constexpr, CHUNKS: tl.constexpr, IS_RAGGED: tl.constexpr,
     WARPS: tl.constexpr, RUN: tl.constexpr, TILES: tl.constexpr, HALVES: tl.constexpr, AHEAD: tl.constexpr,
-    SPLITS: tl.constexpr, DOT_FP32: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, PREFETCHES: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y = residual + norm(x) W^T + bias for ROWS <= 8 * TILES outputs; norm, bias and residual may be None.
 
@@ -174,11 +225,20 @@ def linear_kernel(
     i_w = strip * ROWS + i_r
     m_w = (i_r < ROWS) & (i_w < O)
     first = split * (CHUNKS * PIECE * RUN * WARPS)
-    b_y = _strip(
-        x_ptr, x_stride_t, norm_ptr, eps, w_ptr, i_w, m_w, T, first,
-        I, CHUNKS, IS_RAGGED, WARPS, RUN, TILES, HALVES, AHEAD, DOT_FP32, PDL,
+    weights = _load_ahead(w_ptr, i_w, m_w, first, I, CHUNKS, IS_RAGGED, WARPS, RUN, AHEAD)
+    _prefetch_norm(norm_ptr, strip, I, INTERPRETED)
+    if PREFETCHES:
+        share = split * ROWS // SPLITS
+        _prefetch_weights(
+            w_ptr, (strip + distance) * ROWS + share, (split + 1) * ROWS // SPLITS - share, O, I, INTERPRETED
+        )
+    wait_for_producers(PDL)
+    let_consumers_start(PDL)
+    b_y = _product(
+        x_ptr, x_stride_t, norm_ptr, eps, w_ptr, weights, i_w, m_w, T, first,
+        I, CHUNKS, IS_RAGGED, WARPS, RUN, TILES, HALVES, AHEAD, INTERPRETED,
     )  # fmt: skip
-    i_t = tl.arange(0, 16)[:, None]
+    i_t = tl.arange(0, 8 * HALVES)[:, None]
     i_c = tl.arange(0, 8 * TILES)[None, :]
     i_o = strip * ROWS + i_c
     m_y = (i_t < T) & (i_c < ROWS) & (i_o < O)
@@ -188,7 +248,7 @@ def linear_kernel(
         is_last = is_last_arriver(counter_ptr + strip, SPLITS)
         if not is_last:
             return
-        b_y = tl.zeros((16, 8 * TILES), dtype=tl.float32)
+        b_y = tl.zeros((8 * HALVES, 8 * TILES), dtype=tl.float32)
         for s in tl.static_range(SPLITS):
             b_y += tl.load(partial_ptr + s * 16 * O + o_y, mask=m_y, other=0.0, cache_modifier=".cg")
     if bias_ptr is not None:
@@ -198,12 +258,12 @@ def linear_kernel(
     tl.store(y_ptr + o_y, b_y.to(y_ptr.dtype.element_ty), mask=m_y)
 
 
-@triton.jit(do_not_specialize=["T", "ROWS"])
+@triton.jit(do_not_specialize=["T", "ROWS", "distance"])
 def swiglu_kernel(
-    x_ptr, x_stride_t, norm_ptr, eps, w_ptr, y_ptr, T, F, ROWS,
+    x_ptr, x_stride_t, norm_ptr, eps, w_ptr, y_ptr, T, F, ROWS, distance,
     I: tl.constexpr, CHUNKS: tl.constexpr, IS_RAGGED: tl.constexpr,
     WARPS: tl.constexpr, RUN: tl.constexpr, TILES: tl.constexpr, HALVES: tl.constexpr, AHEAD: tl.constexpr,
-    LIMIT: tl.constexpr, DOT_FP32: tl.constexpr, PDL: tl.constexpr,
+    LIMIT: tl.constexpr, PREFETCHES: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y = silu(g) * u with [g u] = norm(x) W^T for ROWS <= 4 * TILES outputs. Grid: (F / ROWS,)."""
     strip = tl.program_id(0)
@@ -213,44 +273,57 @@ def swiglu_kernel(
     i_w = strip * ROWS + i_r
     m_w = (i_r < ROWS) & (i_w < F)
     i_w += F * (i_tile // (TILES // 2))
-    b_gu = _strip(
-        x_ptr, x_stride_t, norm_ptr, eps, w_ptr, i_w, m_w, T, 0,
-        I, CHUNKS, IS_RAGGED, WARPS, RUN, TILES, HALVES, AHEAD, DOT_FP32, PDL,
+    weights = _load_ahead(w_ptr, i_w, m_w, 0, I, CHUNKS, IS_RAGGED, WARPS, RUN, AHEAD)
+    _prefetch_norm(norm_ptr, strip, I, INTERPRETED)
+    if PREFETCHES:
+        _prefetch_weights(w_ptr, (strip + distance) * ROWS, ROWS, F, I, INTERPRETED)
+        _prefetch_weights(w_ptr, F + (strip + distance) * ROWS, ROWS, 2 * F, I, INTERPRETED)
+    wait_for_producers(PDL)
+    let_consumers_start(PDL)
+    b_gu = _product(
+        x_ptr, x_stride_t, norm_ptr, eps, w_ptr, weights, i_w, m_w, T, 0,
+        I, CHUNKS, IS_RAGGED, WARPS, RUN, TILES, HALVES, AHEAD, INTERPRETED,
     )  # fmt: skip
-    b_gate, b_up = tl.split(tl.permute(tl.reshape(b_gu, (16, 2, 4 * TILES)), (0, 2, 1)))
+    b_gate, b_up = tl.split(tl.permute(tl.reshape(b_gu, (8 * HALVES, 2, 4 * TILES)), (0, 2, 1)))
     b_gate = b_gate * tl.sigmoid(b_gate)
     if LIMIT is not None:
         b_gate = tl.minimum(b_gate, LIMIT)
         b_up = tl.minimum(tl.maximum(b_up, -LIMIT), LIMIT)
-    i_t = tl.arange(0, 16)[:, None]
+    i_t = tl.arange(0, 8 * HALVES)[:, None]
     i_c = tl.arange(0, 4 * TILES)[None, :]
     i_o = strip * ROWS + i_c
     m_y = (i_t < T) & (i_c < ROWS) & (i_o < F)
     tl.store(y_ptr + i_t * F + i_o, (b_gate * b_up).to(y_ptr.dtype.element_ty), mask=m_y)
 
 
-@triton.jit(do_not_specialize=["T", "ROWS"])
+@triton.jit(do_not_specialize=["T", "ROWS", "distance"])
 def argmax_kernel(
-    x_ptr, x_stride_t, norm_ptr, eps, w_ptr, best_ptr, id_ptr, T, O, ROWS,
+    x_ptr, x_stride_t, norm_ptr, eps, w_ptr, best_ptr, id_ptr, T, O, ROWS, distance,
     I: tl.constexpr, CHUNKS: tl.constexpr, IS_RAGGED: tl.constexpr,
     WARPS: tl.constexpr, RUN: tl.constexpr, TILES: tl.constexpr, HALVES: tl.constexpr, AHEAD: tl.constexpr,
-    DOT_FP32: tl.constexpr, PDL: tl.constexpr,
+    PREFETCHES: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Largest of ROWS logits of each token, and its lowest id, to best and id (16, strips). Grid: (O / ROWS,)."""
     strip = tl.program_id(0)
     i_r = tl.arange(0, 8)[:, None, None, None, None] + 8 * tl.arange(0, TILES)[None, None, None, :, None]
     i_w = strip * ROWS + i_r
     m_w = (i_r < ROWS) & (i_w < O)
-    b_y = _strip(
-        x_ptr, x_stride_t, norm_ptr, eps, w_ptr, i_w, m_w, T, 0,
-        I, CHUNKS, IS_RAGGED, WARPS, RUN, TILES, HALVES, AHEAD, DOT_FP32, PDL,
+    weights = _load_ahead(w_ptr, i_w, m_w, 0, I, CHUNKS, IS_RAGGED, WARPS, RUN, AHEAD)
+    _prefetch_norm(norm_ptr, strip, I, INTERPRETED)
+    if PREFETCHES:
+        _prefetch_weights(w_ptr, (strip + distance) * ROWS, ROWS, O, I, INTERPRETED)
+    wait_for_producers(PDL)
+    let_consumers_start(PDL)
+    b_y = _product(
+        x_ptr, x_stride_t, norm_ptr, eps, w_ptr, weights, i_w, m_w, T, 0,
+        I, CHUNKS, IS_RAGGED, WARPS, RUN, TILES, HALVES, AHEAD, INTERPRETED,
     )  # fmt: skip
     i_c = tl.arange(0, 8 * TILES)[None, :]
     i_o = strip * ROWS + i_c
     b_y = tl.where((i_c < ROWS) & (i_o < O), b_y, float("-inf"))
     b_best = tl.max(b_y, axis=1)
     b_id = tl.min(tl.where(b_y == b_best[:, None], i_o, O - 1), axis=1)
-    i_t = tl.arange(0, 16)
+    i_t = tl.arange(0, 8 * HALVES)
     o_best = i_t * tl.num_programs(0) + strip
     tl.store(best_ptr + o_best, b_best, mask=i_t < T)
     tl.store(id_ptr + o_best, b_id, mask=i_t < T)
@@ -284,7 +357,8 @@ def _tile_arguments(num_tokens: int, num_inputs: int, settings: StripSettings) -
         "TILES": settings.tiles,
         "HALVES": 1 if num_tokens <= 8 else 2,
         "AHEAD": settings.ahead,
-        "DOT_FP32": IS_INTERPRETED,
+        "PREFETCHES": settings.prefetch is not None,
+        "INTERPRETED": IS_INTERPRETED,
         "num_warps": settings.warps,
         "maxnreg": settings.max_registers,
         **pdl_options(),
@@ -313,6 +387,7 @@ def linear_step(
         counters = arrival_counters(x.device)
     linear_kernel[strips, splits](
         x, x.stride(0), norm_weight, eps, weight, bias, residual, y, partial, counters, T, O, settings.outputs,
+        settings.prefetch or 0,
         SPLITS=splits, **_tile_arguments(T, weight.shape[1], settings),
     )  # fmt: skip
     return y
@@ -330,7 +405,7 @@ def swiglu_step(
     T, F = x.shape[0], gate_up.shape[0] // 2
     y = torch.empty((T, F), dtype=x.dtype, device=x.device)
     swiglu_kernel[triton.cdiv(F, settings.outputs),](
-        x, x.stride(0), norm_weight, eps, gate_up, y, T, F, settings.outputs,
+        x, x.stride(0), norm_weight, eps, gate_up, y, T, F, settings.outputs, settings.prefetch or 0,
         LIMIT=limit, **_tile_arguments(T, gate_up.shape[1], settings),
     )  # fmt: skip
     return y
@@ -338,7 +413,7 @@ def swiglu_step(
 
 def argmax_step(
     x: torch.Tensor,
-    norm_weight: torch.Tensor,
+    norm_weight: torch.Tensor | None,
     eps: float,
     weight: torch.Tensor,
     vocab_size: int,
@@ -351,6 +426,7 @@ def argmax_step(
     best_id = torch.empty((T, strips), dtype=torch.int32, device=x.device)
     argmax_kernel[strips,](
         x, x.stride(0), norm_weight, eps, weight, best, best_id, T, vocab_size, settings.outputs,
+        settings.prefetch or 0,
         **_tile_arguments(T, weight.shape[1], settings),
     )  # fmt: skip
     logits = torch.empty(T, dtype=torch.float32, device=x.device)
