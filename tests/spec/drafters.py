@@ -10,6 +10,7 @@ import torch
 from soloist.engine import Engine
 from soloist.models import load_model
 from soloist.models.causal_lm import CausalLM
+from soloist.runtime.buffers import MAX_WIDTH, StepBuffers
 from soloist.runtime.runner import ModelRunner
 from soloist.sampling_params import SamplingParams
 from soloist.spec.draft_model import DraftModel
@@ -195,3 +196,28 @@ def answer(engine: Engine, prompt: list[int], **params: Any) -> list[int]:
 def prompt_of(num_tokens: int, vocab_size: int, seed: int = 0) -> list[int]:
     """Draw a prompt."""
     return torch.randint(vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def tamper(drafter: Drafter, wanted: list[int], num_prompt: int, num_kept: list[int], N: int) -> list[list[int]]:
+    """Let step s keep `num_kept[s % len]` drafts of a known answer; give the list that proposals are put into.
+
+    Args:
+        drafter: its proposals are noted, then replaced by right tokens and, behind those, wrong ones.
+        wanted: the answer.
+        num_prompt: tokens of the prompt.
+        num_kept: drafts kept by each step, over and over.
+        N: ids that may be drawn.
+    """
+    proposals: list[list[int]] = []
+    propose = drafter.propose
+
+    def propose_and_tamper(buffers: StepBuffers, context_len: torch.Tensor) -> None:
+        propose(buffers, context_len)
+        proposals.append(buffers.input_ids[1 : int(buffers.width)].tolist())
+        at, kept = int(context_len) - num_prompt + 1, num_kept[len(proposals) % len(num_kept)]
+        right = (wanted + [0] * MAX_WIDTH)[at : at + drafter.max_drafts]
+        for t, token in enumerate(right):
+            buffers.input_ids[1 + t] = (token + (t >= kept)) % N
+
+    drafter.propose = propose_and_tamper  # type: ignore[method-assign]
+    return proposals

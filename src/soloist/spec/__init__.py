@@ -6,6 +6,8 @@ from pathlib import Path
 from soloist.errors import UnsupportedError
 from soloist.spec.draft_model import load_draft_model
 from soloist.spec.drafter import Drafter, NoDrafter
+from soloist.spec.dspark import make_random_dspark
+from soloist.spec.dspark_checkpoint import is_dspark, load_dspark
 from soloist.spec.mtp import load_mtp
 from soloist.spec.ngram import DEFAULT_DRAFTS as NGRAM_DRAFTS
 from soloist.spec.ngram import PromptLookup
@@ -22,14 +24,27 @@ def _make_prompt_lookup(setup: DrafterSetup) -> Drafter:
     )
 
 
+def _make_dspark_for_speed(setup: DrafterSetup) -> Drafter:
+    if setup.target_path is not None:
+        raise UnsupportedError(
+            "a dspark draft without a checkpoint has random weights, to measure targets with random weights: give the"
+            " path of a draft that was trained for this model"
+        )
+    return make_random_dspark(setup)
+
+
 # Drafters without a checkpoint of their own, by name.
 DRAFTERS: dict[str, MakeDrafter] = {
+    "dspark": _make_dspark_for_speed,
     "off": lambda setup: NoDrafter(),
     "mtp": load_mtp,
     "ngram": _make_prompt_lookup,
 }
 # Drafts with a checkpoint: what tells them, the most particular first, and what makes the drafter.
-CHECKPOINTS: tuple[tuple[Callable[[Path], bool], MakeDrafter], ...] = ((lambda path: True, load_draft_model),)
+CHECKPOINTS: tuple[tuple[Callable[[Path], bool], MakeDrafter], ...] = (
+    (is_dspark, load_dspark),
+    (lambda path: True, load_draft_model),
+)
 
 
 def make_drafter(name: str, setup: DrafterSetup) -> Drafter:

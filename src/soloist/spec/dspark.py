@@ -102,6 +102,8 @@ class DSpark(Drafter):
         self.capture_layers = config.target_layer_ids
         self.max_context_len = model.max_positions - _num_scratch_rows(config)
         self.buffers = DSparkBuffers.allocate(model, self.max_drafts)
+        # On the CPU the width can be read for nothing, and drafts that nobody verifies would cost.
+        self.is_fixed_shape = model.device.type != "cpu"
         # Whether this request draws its drafts.
         self._is_drawn = False
 
@@ -117,21 +119,24 @@ class DSpark(Drafter):
 
     def propose(self, buffers: StepBuffers, context_len: torch.Tensor) -> None:
         own, model = self.buffers, self.model
+        num_drafts = self.max_drafts if self.is_fixed_shape else int(buffers.width) - 1
         own.context_len.copy_(context_len)
+        if num_drafts < 1:
+            return
         own.block_ids[:1] = buffers.input_ids[:1]
         hidden = model.run_block(own.block_ids, own.context, own.context_len)  # (B, D)
         first = model.config.first_slot
-        hidden = hidden[first : first + self.max_drafts]  # (drafts, D)
+        hidden = hidden[first : first + num_drafts]  # (drafts, D)
         logits = model.compute_logits(hidden)  # (drafts, N)
-        counters = draft_counter(context_len, buffers.rows[1:])
+        counters = draft_counter(context_len, buffers.rows[1 : 1 + num_drafts])
         uniforms = uniform(buffers.seed, counters, Stream.DRAFT) if self._is_drawn else None  # (drafts,)
         if model.markov is None:
-            self._choose(buffers, slice(0, self.max_drafts), logits, uniforms)
+            self._choose(buffers, slice(0, num_drafts), logits, uniforms)
             embedded = None
         else:
             embedded = self._walk(buffers, hidden, logits, uniforms)
         if model.confidence is not None:
-            own.confidence.copy_(model.confidence(hidden, embedded))
+            own.confidence[:num_drafts] = model.confidence(hidden, embedded)
         if self.has_confidences and self.width_rule is not None:
             buffers.width.copy_(torch.minimum(buffers.width, self.width_rule.stop(own.confidence)))
 
@@ -143,7 +148,7 @@ class DSpark(Drafter):
         assert markov is not None
         state = markov.start
         all_embedded = []
-        for i in range(self.max_drafts):
+        for i in range(hidden.shape[0]):
             row = slice(i, i + 1)
             # Row i of the step is the token before draft i: the pending one, then the draft just chosen.
             embedded = markov.embed(buffers.input_ids[row])  # (1, M)
