@@ -202,6 +202,7 @@ def specforge_json(draft: Draft, architecture: str = "DSparkDraftModel") -> dict
             "projector_type": "dspark",
             "target_layer_ids": list(draft.target_layer_ids),
         },
+        "eos_token_id": 2,
         "num_target_layers": draft.num_target_layers,
         "pad_token_id": 3,
         "rope_parameters": {"rope_theta": draft.theta, "rope_type": "default"},
@@ -229,7 +230,8 @@ def ling_json(draft: Draft) -> dict[str, Any]:
 
 
 def speculators_json(draft: Draft, *, kind: str = "dspark", slot0_predicts: bool | None = True) -> dict[str, Any]:
-    num_drafts = draft.block_size - (0 if slot0_predicts or slot0_predicts is None else 1)
+    is_from_anchor = kind == "dspark" if slot0_predicts is None else slot0_predicts
+    num_drafts = draft.block_size - (0 if is_from_anchor else 1)
     config = {
         **(_heads_json(draft) if kind == "dspark" else {}),
         "architectures": ["DSparkSpeculator" if kind == "dspark" else "DFlashSpeculator"],
