@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from soloist.kernels import kda, kda_prompt_triton, kda_triton, mla, mla_triton, moe, moe_triton
+from soloist.kernels import kda, kda_prompt_triton, kda_triton, mla, mla_triton, moe, moe_route_cuda, moe_triton
 from soloist.kernels.launch import programmatic_launch
+from soloist.kernels.linear import norm_linear
 
 WIDTHS = (1, 4, 9, 16)
 CONTEXT_LEN = 8192
@@ -88,6 +89,16 @@ def error(out: torch.Tensor, ref: torch.Tensor) -> float:
     return ((out.float() - ref.float()).norm() / ref.float().norm()).item()
 
 
+def run_moe(
+    x, norm, eps, gate, bias, gate_up, down, shared_gate_up, shared_down, router, *, limit, shared_limit, width, launch
+) -> torch.Tensor:
+    """A step of `moe` with launch settings of one's own."""
+    logits = norm_linear(x, norm, eps, gate, out_dtype=torch.float32)
+    slots = moe_route_cuda.route(x, norm, eps, logits, bias, router, num_shared=1, width=width)
+    weights = (gate_up, down, shared_gate_up, shared_down)
+    return moe_triton.run_experts(x, slots, *weights, limit=limit, shared_limit=shared_limit, settings=launch)
+
+
 class MoeBench:
     """Mixture-of-experts layers with their own weights, and inputs that route independently."""
 
@@ -122,7 +133,7 @@ class MoeBench:
         x = rand(T, self.shape.D)
         args = (x, *self.layers[0], self.shape.settings)
         width = torch.tensor(T, dtype=torch.int32, device="cuda")
-        out = moe_triton.moe_step(*args, limit=4.0, shared_limit=5.0, width=width, settings=settings)
+        out = run_moe(*args, limit=4.0, shared_limit=5.0, width=width, launch=settings)
         return error(out, moe.moe_ref(*args, limit=4.0, shared_limit=5.0, width=width))
 
     def time(self, T: int, settings: moe_triton.StepSettings, num_calls: int = 24) -> tuple[float, float, float]:
@@ -131,8 +142,8 @@ class MoeBench:
 
         def call(i: int) -> Callable[[], object]:
             layer = self.layers[i % len(self.layers)]
-            return lambda: moe_triton.moe_step(
-                inputs[i], *layer, self.shape.settings, limit=None, shared_limit=None, width=None, settings=settings
+            return lambda: run_moe(
+                inputs[i], *layer, self.shape.settings, limit=None, shared_limit=None, width=None, launch=settings
             )
 
         s = self.shape

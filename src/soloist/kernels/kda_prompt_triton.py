@@ -16,8 +16,8 @@ from soloist.kernels.kda_triton import (
     ROWS,
     finish_head,
     load_block,
-    short_conv,
     shift_window,
+    short_conv,
 )
 
 

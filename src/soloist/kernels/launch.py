@@ -90,16 +90,6 @@ if HAS_TRITON:
         return is_last
 
     @triton.jit
-    def wait_for_all_programs(counter_ptr, num_programs):
-        """Grid barrier, for grids the GPU holds at once. Leaves the counter at `num_programs`; the caller resets it."""
-        tl.debug_barrier()
-        tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
-        # The interpreter runs programs one after another: only a grid of one can wait there.
-        while tl.atomic_add(counter_ptr, 0, sem="acquire", scope="gpu") < num_programs:
-            pass
-        tl.debug_barrier()
-
-    @triton.jit
     def prefetch_rows(ptr, num_elements: tl.constexpr, PDL: tl.constexpr):
         """Bring contiguous 2-byte elements into L2 without waiting: weights, before the wait for producers."""
         if PDL:

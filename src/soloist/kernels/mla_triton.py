@@ -17,7 +17,14 @@ import torch
 import triton
 import triton.language as tl
 
-from soloist.kernels.launch import IS_INTERPRETED, let_consumers_start, pdl_options, wait_for_producers
+from soloist.kernels.launch import (
+    IS_INTERPRETED,
+    arrival_counters,
+    is_last_arriver,
+    let_consumers_start,
+    pdl_options,
+    wait_for_producers,
+)
 
 # Most rows of a step; more is a prompt.
 MAX_STEP_ROWS = 16
@@ -237,9 +244,11 @@ def combine_kernel(
     partial_sum_ptr,
     w_kv_b_ptr,
     gate_ptr,
+    product_ptr,
+    counter_ptr,
     out_ptr,
+    T,
     gate_stride_t,
-    num_query_rows,
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -247,29 +256,46 @@ def combine_kernel(
     NUM_SPLITS: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
     HAS_GATE: tl.constexpr,
+    BR: tl.constexpr,
+    BT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out (T, H*V) = sigmoid(gate) * W_uv z, z the merged splits of one row. Grid: (H, T)."""
+    """out (T, H*V) = sigmoid(gate) * W_uv z, z the merged splits. Grid: (H, R / BR, ceil(T / BT)).
+
+    A program merges BR latents of BT rows and multiplies them by its part of W_uv; the last one of a head and block of
+    rows adds the parts in order. product (R / BR, T, H, V) fp32.
+    """
     head = tl.program_id(0)
-    t = tl.program_id(1)
+    part = tl.program_id(1)
     i_v = tl.arange(0, V)
-    i_r = tl.arange(0, R)
+    i_r = part * BR + tl.arange(0, BR)
     i_s = tl.arange(0, SPLITS_PADDED)
-    w_uv = tl.load(w_kv_b_ptr + (head * (K + V) + K + i_v)[:, None] * R + i_r[None, :])  # (V, R)
+    w_uv = tl.load(w_kv_b_ptr + (head * (K + V) + K + i_v)[:, None] * R + i_r[None, :]).to(tl.float32)  # (V, BR)
     wait_for_producers(PDL)
     let_consumers_start(PDL)
     m_s = i_s < NUM_SPLITS
-    o_rows = i_s.to(tl.int64) * num_query_rows + t * H + head
-    b_max = tl.load(partial_max_ptr + o_rows, mask=m_s, other=float("-inf"))
-    b_sum = tl.load(partial_sum_ptr + o_rows, mask=m_s, other=0.0)
-    b_part = tl.load(partial_ptr + o_rows[:, None] * R + i_r[None, :], mask=m_s[:, None], other=0.0).to(tl.float32)
-    b_weight = tl.exp2(b_max - tl.max(b_max, axis=0)) * b_sum
-    b_z = tl.sum(b_part * (b_weight / tl.sum(b_weight, axis=0))[:, None], axis=0)  # (R,)
-    b_z = b_z.to(w_uv.dtype).to(tl.float32)
-    b_out = tl.sum(w_uv.to(tl.float32) * b_z[None, :], axis=1)  # (V,)
-    if HAS_GATE:
-        b_out *= tl.sigmoid(tl.load(gate_ptr + t.to(tl.int64) * gate_stride_t + head).to(tl.float32))
-    tl.store(out_ptr + t.to(tl.int64) * (H * V) + head * V + i_v, b_out.to(out_ptr.dtype.element_ty))
+    first = tl.program_id(2) * BT
+    for t in range(first, tl.minimum(first + BT, T)):
+        o_rows = i_s.to(tl.int64) * (T * H) + t * H + head
+        b_max = tl.load(partial_max_ptr + o_rows, mask=m_s, other=float("-inf"))
+        b_sum = tl.load(partial_sum_ptr + o_rows, mask=m_s, other=0.0)
+        b_part = tl.load(partial_ptr + o_rows[:, None] * R + i_r[None, :], mask=m_s[:, None], other=0.0)
+        b_weight = tl.exp2(b_max - tl.max(b_max, axis=0)) * b_sum
+        b_z = tl.sum(b_part * (b_weight / tl.sum(b_weight, axis=0))[:, None], axis=0)  # (BR,)
+        b_z = b_z.to(w_kv_b_ptr.dtype.element_ty).to(tl.float32)
+        tl.store(product_ptr + ((part * T + t) * H + head) * V + i_v, tl.sum(w_uv * b_z[None, :], axis=1))
+    if is_last_arriver(counter_ptr + tl.program_id(2) * H + head, R // BR):
+        i_t = first + tl.arange(0, BT)
+        m_t = (i_t < T)[:, None]
+        b_out = tl.zeros((BT, V), dtype=tl.float32)
+        for other in tl.static_range(R // BR):
+            p_product = product_ptr + ((other * T + i_t)[:, None] * H + head) * V + i_v[None, :]
+            b_out += tl.load(p_product, mask=m_t, other=0.0, cache_modifier=".cg")
+        if HAS_GATE:
+            b_gate = tl.load(gate_ptr + i_t.to(tl.int64) * gate_stride_t + head, mask=i_t < T, other=0.0)
+            b_out *= tl.sigmoid(b_gate.to(tl.float32))[:, None]
+        p_out = out_ptr + i_t.to(tl.int64)[:, None] * (H * V) + head * V + i_v[None, :]
+        tl.store(p_out, b_out.to(out_ptr.dtype.element_ty), mask=m_t)
 
 
 def attend(
@@ -355,15 +381,19 @@ def attend(
         a = torch.einsum("thr,hvr->thv", partial.view(T, H, R), w_uv)
         return (a if gate is None else a * torch.sigmoid(gate.float()).to(a.dtype)[..., None]).flatten(1)
     out = torch.empty((T, H * V), dtype=q.dtype, device=q.device)
-    combine_kernel[(H, T)](
+    block_r, block_t = min(R, 128), 4
+    product = torch.empty((R // block_r, T, H, V), dtype=torch.float32, device=q.device)
+    combine_kernel[(H, R // block_r, triton.cdiv(T, block_t))](
         partial,
         partial_max,
         partial_sum,
         w_kv_b,
         q if gate is None else gate,
+        product,
+        arrival_counters(q.device),
         out,
+        T,
         0 if gate is None else gate.stride(0),
-        T * H,
         H=H,
         K=K,
         V=V,
@@ -371,7 +401,9 @@ def attend(
         NUM_SPLITS=num_splits,
         SPLITS_PADDED=triton.next_power_of_2(num_splits),
         HAS_GATE=gate is not None,
-        num_warps=16,
+        BR=block_r,
+        BT=block_t,
+        num_warps=8,
         **pdl_options(),
     )
     return out

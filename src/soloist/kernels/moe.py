@@ -25,12 +25,11 @@ import torch.nn.functional as F
 from soloist.errors import UnsupportedError
 from soloist.kernels.check import FLOATS, expect, use_reference
 from soloist.kernels.launch import HAS_TRITON
-from soloist.kernels.linear import linear, norm_swiglu
+from soloist.kernels.linear import linear, norm_linear, norm_swiglu
 from soloist.kernels.norm import rms_norm, rms_norm_ref
 
 if HAS_TRITON:
-    from soloist.kernels.moe_grouped_triton import run_experts
-    from soloist.kernels.moe_triton import MAX_STEP_ROWS, moe_step
+    from soloist.kernels import moe_grouped_triton, moe_route_cuda, moe_triton
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,11 +183,15 @@ def moe(
     layer = (x, norm_weight, eps, router_weight, expert_bias, gate_up, down, shared_gate_up, shared_down, settings)
     if use_reference(x):
         return moe_ref(*layer, limit=limit, shared_limit=shared_limit, width=width)
-    if dims["T"] <= MAX_STEP_ROWS:
-        assert dims.get("Fs", 0) % dims["F"] == 0, f"a shared expert of {dims['Fs']} in slots of {dims['F']}"
-        return moe_step(*layer, limit=limit, shared_limit=shared_limit, width=width)
-    assert width is None, "only a step has padding rows"
-    return _moe_prompt(*layer, limit=limit, shared_limit=shared_limit)
+    if dims["T"] > moe_route_cuda.MAX_ROWS:
+        assert width is None, "only a step has padding rows"
+        return _moe_prompt(*layer, limit=limit, shared_limit=shared_limit)
+    num_shared, rest = divmod(dims.get("Fs", 0), dims["F"])
+    assert rest == 0, f"a shared expert of {dims['Fs']} in slots of {dims['F']}"
+    logits = norm_linear(x, norm_weight, eps, router_weight, out_dtype=torch.float32)
+    slots = moe_route_cuda.route(x, norm_weight, eps, logits, expert_bias, settings, num_shared=num_shared, width=width)
+    weights = (gate_up, down, shared_gate_up, shared_down)
+    return moe_triton.run_experts(x, slots, *weights, limit=limit, shared_limit=shared_limit)
 
 
 def _moe_prompt(
@@ -209,7 +212,9 @@ def _moe_prompt(
     """Run a prompt's rows on a GPU: grouped products for the routed experts, dense ones for the shared expert."""
     h = rms_norm(x, norm_weight, eps)
     logits = linear(h, router_weight, out_dtype=torch.float32)
-    y = x + run_experts(h, *route_ref(logits, expert_bias, settings), gate_up, down, limit)  # (T, D) fp32
+    y = x + moe_grouped_triton.run_experts(
+        h, *route_ref(logits, expert_bias, settings), gate_up, down, limit
+    )  # (T, D) fp32
     if shared_gate_up is not None and shared_down is not None:
         a = norm_swiglu(x, norm_weight, eps, shared_gate_up, limit=shared_limit)
         y += linear(a, shared_down, out_dtype=torch.float32)
