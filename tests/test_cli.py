@@ -325,7 +325,7 @@ def test_ctrl_c_ends_the_answer_with_its_figures(tiny: Path):
     process.stdout.read(1)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
-    assert process.returncode == 130
+    assert process.returncode == 130, err
     (line,) = err.decode().splitlines()
     assert "cancelled" in line
 
@@ -336,7 +336,7 @@ def test_sigterm_ends_with_143_and_without_a_word(tiny: Path):
     process.stdout.read(1)
     process.terminate()
     _, err = process.communicate(timeout=30)
-    assert process.returncode == 143
+    assert process.returncode == 143, err
     assert b"Traceback" not in err
 
 
@@ -346,8 +346,7 @@ def test_a_reader_that_leaves_ends_the_answer_quietly(tiny: Path):
     process.stdout.read(1)
     process.stdout.close()
     err = process.stderr.read()
-    assert process.wait(timeout=30) == 0
-    assert err == b""
+    assert (process.wait(timeout=30), err) == (0, b"")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
