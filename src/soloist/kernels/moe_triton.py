@@ -34,6 +34,7 @@ def gate_up_kernel(
     h_ptr,
     gate_up_ptr,
     shared_offset,
+    down_ptr,
     slot_expert_ptr,
     slot_weight_ptr,
     num_slots_ptr,
@@ -47,6 +48,7 @@ def gate_up_kernel(
     NUM_SHARED: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
     HAS_SHARED_LIMIT: tl.constexpr,
+    PREFETCHES_DOWN: tl.constexpr,
     TP: tl.constexpr,
     BF: tl.constexpr,
     BD: tl.constexpr,
@@ -91,6 +93,10 @@ def gate_up_kernel(
                 b_gate += tl.dot(w_gate, b_h)
                 b_up += tl.dot(w_up, b_h)
 
+        if PREFETCHES_DOWN:
+            # Few slots: their down maps fit into the L2, and reading them may begin before the next launch does.
+            if not is_shared:
+                prefetch_rows(down_ptr + (expert * F + tl.program_id(0) * BF) * D, BF * D, PDL)
         b_silu = b_gate * tl.sigmoid(b_gate)
         if HAS_LIMIT:
             if not is_shared:
@@ -196,12 +202,20 @@ class StepSettings:
     down_warps: int = 4
     down_stages: int
     down_splits: int
+    # Whether gate_up programs bring the down maps into the L2.
+    prefetches_down: bool = False
 
 
 # By the most rows of a step. Measured on one H200: benchmarks/results/h200/kernels.json.
 STEP_SETTINGS: dict[int, StepSettings] = {
     2: StepSettings(
-        gate_up_block_f=64, gate_up_block_d=128, gate_up_stages=3, down_block_d=64, down_stages=3, down_splits=9
+        gate_up_block_f=64,
+        gate_up_block_d=128,
+        gate_up_stages=3,
+        down_block_d=64,
+        down_stages=3,
+        down_splits=9,
+        prefetches_down=True,
     ),
     16: StepSettings(
         gate_up_block_f=64, gate_up_block_d=128, gate_up_stages=3, down_block_d=64, down_stages=3, down_splits=16
@@ -254,6 +268,7 @@ def run_experts(
         h,
         gate_up,
         _elements_between(gate_up, shared_gate_up),
+        down,
         slot_expert,
         slot_weight,
         count,
@@ -267,6 +282,7 @@ def run_experts(
         NUM_SHARED=num_shared,
         HAS_LIMIT=limit is not None,
         HAS_SHARED_LIMIT=shared_limit is not None,
+        PREFETCHES_DOWN=settings.prefetches_down,
         TP=TP,
         BF=block_f,
         BD=_largest_divisor(D, limit=settings.gate_up_block_d),
