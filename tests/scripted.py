@@ -94,7 +94,7 @@ class Script(Drafter):
     def propose(self, buffers: StepBuffers, context_len: torch.Tensor) -> None:
         at = int(context_len) - self._num_prompt + 1
         width = self._group_left[at] if at < len(self._group_left) else 1
-        buffers.width.fill_(width)
+        buffers.width.clamp_max_(width)
         if width > 1:
             buffers.input_ids[1:width] = torch.tensor(self.token_ids[at : at + width - 1])
 
@@ -145,7 +145,7 @@ class KnownAnswer(Drafter):
         drafts = (self.answers[self._prompt] + [0] * self.max_drafts)[at : at + self.max_drafts]
         drafts += [0] * (self.max_drafts - len(drafts))
         buffers.input_ids[1:] = (torch.tensor(drafts, dtype=torch.int64) + self.offset) % self.vocab_size
-        buffers.width.fill_(self.widths[self._num_steps % len(self.widths)])
+        buffers.width.clamp_max_(self.widths[self._num_steps % len(self.widths)])
         self._num_steps += 1
 
 
@@ -163,7 +163,7 @@ class RandomDrafter(Drafter):
     def propose(self, buffers: StepBuffers, context_len: torch.Tensor) -> None:
         counters = draft_counter(context_len, buffers.rows[1:])
         buffers.input_ids[1:] = draw(self.laws, uniform(buffers.seed, counters, Stream.DRAFT))
-        buffers.width.fill_(1 + self.max_drafts)
+        buffers.width.clamp_max_(1 + self.max_drafts)
         if buffers.draft_probs is not None:
             buffers.draft_probs.copy_(self.laws)
 

@@ -144,6 +144,7 @@ class Engine:
 
     Raises:
         UsageError: a simulated acceptance without drafts, or one that no step reaches.
+        ContextLengthError: the drafter can follow fewer tokens than the context has room for.
     """
 
     def __init__(
@@ -165,6 +166,12 @@ class Engine:
         buffers = runner.buffers
         assert buffers.max_width == 1 + self.drafter.max_drafts, "the buffers are of another width than the drafts"
         assert not self.drafter.has_draft_law or buffers.draft_probs is not None
+        drafter_limit = self.drafter.max_context_len
+        if drafter_limit is not None and drafter_limit < runner.max_context_len:
+            raise ContextLengthError(
+                f"the draft can follow {drafter_limit} tokens, the context has room for {runner.max_context_len}: ask"
+                f" for a context of at most {drafter_limit} tokens"
+            )
         device = buffers.input_ids.device
         self.execution = execution or Execution.best_for(device)
         # One slot is read while the steps ahead of it and the next one are written.

@@ -102,6 +102,9 @@ class LLM:
             seed=seed,
         )
         drafter = make_drafter(draft or "off", setup)
+        if max_context_len is None and drafter.max_context_len is not None:
+            # Nobody asked for the last few tokens that the draft has no room for.
+            limit = min(limit, drafter.max_context_len)
         runner = ModelRunner(
             target,
             max_context_len=limit,

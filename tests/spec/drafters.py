@@ -172,18 +172,21 @@ def make_engine(
     rule: Rule = Rule.CHAIN,
     chunk_tokens: int = 3,
     num_tokens: int | None = None,
+    max_context_len: int | None = None,
+    simulated_acceptance: float | None = None,
 ) -> Engine:
     """Make an engine of small chunks, whose steps have all their rows if shapes are fixed."""
+    limit = (drafter and drafter.max_context_len) or target.config.max_position_embeddings - 16
     runner = ModelRunner(
         target,
-        max_context_len=target.config.max_position_embeddings - 16,
+        max_context_len=max_context_len or limit,
         max_width=1 + (drafter.max_drafts if drafter else 0),
         has_draft_probs=bool(drafter and drafter.has_draft_law),
         capture_layers=drafter.capture_layers if drafter else (),
         chunk_tokens=chunk_tokens,
         num_tokens=num_tokens,
     )
-    engine = Engine(runner, drafter, eos_token_ids=(), rule=rule)
+    engine = Engine(runner, drafter, eos_token_ids=(), rule=rule, simulated_acceptance=simulated_acceptance)
     engine._reads_width = not is_fixed_shape
     return engine
 

@@ -89,6 +89,7 @@ class WidthRule:
         self.rows = torch.arange(max_drafts, device=device)
         # () int32: most rows of the next step, as the host wishes.
         self.cap = torch.full((), 1 + max_drafts, dtype=torch.int32, device=device)
+        self.begin()
 
     def begin(self) -> None:
         """Forget the counts, at a request's begin."""
