@@ -1,0 +1,222 @@
+"""Running somebody's Python program in this process while recording it, without a change to its code.
+
+The program runs in the main thread, as under `python`. Another thread watches the clock and asks the main thread, by a
+signal that Python handles between two instructions, to begin and to end recordings.
+"""
+
+import _thread
+import os
+import runpy
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from soloist.errors import UsageError
+from soloist.profiler.steps import Origin, find_steps
+from soloist.profiler.trace import Trace
+from soloist.profiler.watch import Capture
+
+# Of recording with Python lines, and then without.
+NAMING_S = 1.0
+PLAIN_S = 1.0
+# Asks the main thread to call the handler; nothing else in common use takes it.
+_SIGNAL = signal.SIGPROF
+_POLL_S = 0.005
+# A main thread that waits in C for another thread needs a real signal to wake up.
+_NUDGE_S = 0.2
+EXIT_INTERRUPTED = 130
+
+
+class _How(Enum):
+    SCRIPT = "script"
+    MODULE = "module"
+    CODE = "code"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A Python program."""
+
+    how: _How
+    # Path, module name, or code.
+    what: str
+    args: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """What a report calls it."""
+        return Path(self.what).name if self.how is _How.SCRIPT else self.what if self.how is _How.MODULE else "-c"
+
+
+def find_program(words: Sequence[str]) -> Program:
+    """Understand a command: `python script.py ...`, `python -m module ...`, `script.py ...` or a console script.
+
+    Raises:
+        UsageError: it is none of these, or not there.
+    """
+    rest = list(words)
+    if rest and Path(rest[0]).name.rstrip("0123456789.") in ("python", "pypy"):
+        rest = rest[1:]
+    if not rest:
+        raise UsageError("no program: give one behind --, as in soloist profile -- python decode.py --tokens 100")
+    if rest[0] in ("-m", "-c") and len(rest) > 1:
+        return Program(how=_How.MODULE if rest[0] == "-m" else _How.CODE, what=rest[1], args=tuple(rest[2:]))
+    if rest[0].startswith("-"):
+        raise UsageError(f"option {rest[0]} of Python is not understood here; allowed: -m MODULE, -c CODE, or a script")
+    path = Path(rest[0])
+    if not path.is_file():
+        found = shutil.which(rest[0])
+        if found is None or not _is_python_script(Path(found)):
+            raise UsageError(
+                f"{rest[0]} is no Python program: profiling happens in process, so give a script, -m MODULE, or a"
+                " command that is a Python script"
+            )
+        path = Path(found)
+    return Program(how=_How.SCRIPT, what=str(path), args=tuple(rest[1:]))
+
+
+def _is_python_script(path: Path) -> bool:
+    with path.open("rb") as file:
+        first = file.readline(200)
+    return first.startswith(b"#!") and (b"python" in first or first.startswith(b"#!/bin/sh"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What came of running a program."""
+
+    exit_code: int
+    # None: the program never used a GPU.
+    trace: Trace | None
+
+
+def run_program(program: Program, *, after_s: float = 0.0) -> Run:
+    """Run a program to its end and record its steps.
+
+    Recording begins when the program has used the GPU for `after_s` seconds, and is repeated until it shows steps.
+    """
+    recorder = _Recorder(program.name, after_s)
+    saved_argv, saved_path = sys.argv[:], sys.path[:]
+    try:
+        with recorder:
+            exit_code = _run(program)
+    finally:
+        sys.argv[:], sys.path[:] = saved_argv, saved_path
+    return Run(exit_code=exit_code, trace=recorder.trace)
+
+
+def _run(program: Program) -> int:
+    sys.argv[:] = [program.what, *program.args]
+    try:
+        if program.how is _How.SCRIPT:
+            sys.path.insert(0, str(Path(program.what).resolve().parent))
+            runpy.run_path(program.what, run_name="__main__")
+        elif program.how is _How.MODULE:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(program.what, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.getcwd())
+            exec(compile(program.what, "<string>", "exec"), {"__name__": "__main__"})
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        print(error.code, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    # As the interpreter does with what a program does not catch.
+    except Exception:  # noqa: BLE001
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+class _Recorder:
+    """While entered, records the main thread's GPU steps as soon as there are any."""
+
+    def __init__(self, name: str, after_s: float) -> None:
+        self._name, self._after_s = name, after_s
+        self.trace: Trace | None = None
+        self._capture: Capture | None = None
+        self._wanted: Callable[[FrameType | None], None] | None = None
+        self._is_done = threading.Event()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch_clock, name="soloist-profiler", daemon=True)
+        self._previous: Any = None
+
+    def __enter__(self) -> None:
+        self._previous = signal.signal(_SIGNAL, self._on_signal)
+        self._thread.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+        # What the clock had asked for last is not done any more.
+        self._wanted = None
+        if self._capture is not None:
+            self._stop(None)
+        signal.signal(_SIGNAL, self._previous)
+
+    def _watch_clock(self) -> None:
+        """Ask for recordings, one after the other, until one shows steps."""
+        while not torch.cuda.is_initialized():
+            if self._is_over.wait(_POLL_S):
+                return
+        pause_s = self._after_s
+        while not self._is_over.wait(pause_s):
+            for action, seconds in ((self._start, NAMING_S), (self._stop_lines, PLAIN_S), (self._stop, 0.0)):
+                if not self._ask(action) or self._is_over.wait(seconds):
+                    return
+            if self.trace is not None and self.trace.works and find_steps(self.trace, 8).origin is not Origin.NONE:
+                return
+            # Still starting up; looking on costs time.
+            pause_s = max(1.0, 2 * pause_s)
+
+    def _ask(self, action: Callable[[FrameType | None], None]) -> bool:
+        """Have the main thread do something; False: the program is over."""
+        self._is_done.clear()
+        self._wanted = action
+        nudge_s = time.monotonic() + _NUDGE_S
+        while not self._is_done.is_set():
+            if self._is_over.is_set():
+                return False
+            if self._wanted is not None:
+                _thread.interrupt_main(_SIGNAL)
+                if time.monotonic() > nudge_s:
+                    nudge_s += _NUDGE_S
+                    signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
+            self._is_done.wait(_POLL_S)
+        return True
+
+    def _on_signal(self, _signal_number: int, frame: FrameType | None) -> None:
+        # The capture of a graph forbids what starting and stopping do; the clock asks again.
+        if self._wanted is None or torch.cuda.is_current_stream_capturing():
+            return
+        action, self._wanted = self._wanted, None
+        action(frame)
+        self._is_done.set()
+
+    def _start(self, frame: FrameType | None) -> None:
+        self._capture = Capture()
+        self._capture.start(frame)
+
+    def _stop_lines(self, frame: FrameType | None) -> None:
+        assert self._capture is not None
+        self._capture.stop_lines()
+
+    def _stop(self, frame: FrameType | None) -> None:
+        assert self._capture is not None
+        capture, self._capture = self._capture, None
+        trace = capture.stop(self._name)
+        if trace.works or self.trace is None:
+            self.trace = trace

@@ -1,0 +1,296 @@
+"""Guards for tests: a step that waits for the GPU fails, at the line that waits.
+
+`no_host_sync` stops at the first read of a device value that PyTorch knows of. `assert_returns_early` finds any wait,
+also inside of extensions, by its effect: behind a GPU that sleeps, enqueueing must return at once.
+"""
+
+import functools
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+
+from soloist.errors import SoloistError
+
+
+class HostSyncError(SoloistError, AssertionError):
+    """The host waited for a device, or read a value from it."""
+
+
+# Devices whose values the host must wait for.
+DEVICES = ("cuda",)
+_PACKAGE = "soloist/profiler/"
+
+
+def _always(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+    return True
+
+
+def _has_mask(tensor: torch.Tensor, index: Any, *args: Any) -> bool:
+    """Say whether an index holds a mask, whose true elements must be counted first."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8) for part in parts)
+
+
+def _has_no_size(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+    repeats = args[0] if args else kwargs.get("repeats", tensor)
+    return isinstance(repeats, torch.Tensor) and kwargs.get("output_size") is None
+
+
+def _blocks_to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+    """Say whether `.to(...)` copies to the host and waits."""
+    targets = [*args, kwargs.get("device")]
+    is_to_host = any(isinstance(t, str | torch.device) and torch.device(t).type == "cpu" for t in targets if t)
+    return is_to_host and not kwargs.get("non_blocking", False)
+
+
+def _blocks_copy(tensor: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> bool:
+    """Say whether `.copy_` waits: it does between devices unless told not to, and if the host's memory is pageable."""
+    if tensor.device.type == source.device.type:
+        return False
+    host = tensor if tensor.device.type == "cpu" else source
+    return host.device.type == "cpu" and not (non_blocking and host.is_pinned())
+
+
+# Methods of a tensor that read a value from its device, and when they do.
+_READS: dict[str, Callable[..., bool]] = {
+    "__bool__": _always,
+    "__contains__": _always,
+    "__float__": _always,
+    "__format__": _always,
+    "__getitem__": _has_mask,
+    "__index__": _always,
+    "__int__": _always,
+    "__repr__": _always,
+    "__setitem__": _has_mask,
+    "copy_": _blocks_copy,
+    "cpu": _always,
+    "equal": _always,
+    "item": _always,
+    "masked_select": _always,
+    "nonzero": _always,
+    "numpy": _always,
+    "repeat_interleave": _has_no_size,
+    "to": _blocks_to,
+    "tolist": _always,
+    "unique": _always,
+}
+# Functions of torch that do the same to their first argument.
+_FUNCTIONS = ("equal", "masked_select", "nonzero", "repeat_interleave", "unique")
+# (owner, name): wait for whatever was enqueued.
+_WAITS = ((torch.cuda, "synchronize"), (torch.cuda.Stream, "synchronize"), (torch.cuda.Event, "synchronize"))
+
+# Threads that are inside a guard, and how deep they are inside of `allow_host_sync`.
+_allowed = threading.local()
+
+
+@contextmanager
+def no_host_sync(devices: Sequence[str] = DEVICES) -> Iterator[None]:
+    """Raise `HostSyncError` where this thread reads a device value or waits for a device; also a decorator.
+
+    On a GPU, PyTorch's own sync-debug mode is set to raise as well, which finds reads inside of its operators; that
+    mode belongs to the process, so other threads must not wait meanwhile either. Extensions that call CUDA themselves
+    are found by `assert_returns_early` only.
+
+    Args:
+        devices: types of the devices whose values must not be read. ("cpu",) tries a CPU run for what would wait on a
+            GPU.
+    """
+    thread = threading.get_ident()
+    patches = [(torch.Tensor, name) for name in _READS] + [(torch, name) for name in _FUNCTIONS] + list(_WAITS)
+    has_gpu = "cuda" in devices and torch.cuda.is_available()
+    mode = torch.cuda.get_sync_debug_mode() if has_gpu else 0
+    # None: the class has the method from a parent, and gets it back from there.
+    saved = [(owner, name, vars(owner).get(name)) for owner, name in patches]
+    for owner, name in patches:
+        is_wait = (owner, name) in _WAITS
+        setattr(owner, name, _guarded(getattr(owner, name), name, None if is_wait else _READS[name], devices, thread))
+    if has_gpu:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    except RuntimeError as error:
+        if "synchronizing CUDA operation" not in str(error):
+            raise
+        raise HostSyncError(f"{_where_raised(error)}: a synchronizing CUDA operation") from error
+    finally:
+        if has_gpu:
+            torch.cuda.set_sync_debug_mode(mode)
+        for owner, name, original in saved:
+            if original is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+
+
+def _guarded(
+    original: Callable[..., Any],
+    name: str,
+    reads: Callable[..., bool] | None,
+    devices: Sequence[str],
+    thread: int,
+) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread and not getattr(_allowed, "depth", 0):
+            if reads is None:
+                raise HostSyncError(f"{_where(sys._getframe(1))}: {name}() waits for the device")
+            tensor = args[0] if args else None
+            if isinstance(tensor, torch.Tensor) and _is_on(args, devices) and reads(*args, **kwargs):
+                raise HostSyncError(
+                    f"{_where(sys._getframe(1))}: {name} reads a value of a {tensor.device.type} tensor of shape"
+                    f" {tuple(tensor.shape)} on the host"
+                )
+            # What a method calls inside has been judged with it.
+            with _deeper():
+                return original(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    return guarded
+
+
+def _is_on(args: Sequence[Any], devices: Sequence[str]) -> bool:
+    """Say whether a tensor among the arguments is on one of these devices."""
+    return any(isinstance(arg, torch.Tensor) and arg.device.type in devices for arg in args)
+
+
+@contextmanager
+def _deeper() -> Iterator[None]:
+    _allowed.depth = getattr(_allowed, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _allowed.depth -= 1
+
+
+@contextmanager
+def allow_host_sync(reason: str) -> Iterator[None]:
+    """Let this thread wait inside of `no_host_sync`.
+
+    Args:
+        reason: why it must; for the reader.
+    """
+    assert reason, "say why the host may wait here"
+    has_gpu = torch.cuda.is_initialized()
+    mode = torch.cuda.get_sync_debug_mode() if has_gpu else 0
+    with _deeper():
+        if has_gpu:
+            torch.cuda.set_sync_debug_mode("default")
+        try:
+            yield
+        finally:
+            if has_gpu:
+                torch.cuda.set_sync_debug_mode(mode)
+
+
+def _where(frame: FrameType | None) -> str:
+    """Name the innermost line that is neither PyTorch's nor ours."""
+    while frame is not None and _is_inner(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "unknown line"
+
+
+def _is_inner(filename: str) -> bool:
+    path = filename.replace("\\", "/")
+    return _PACKAGE in path or "/torch/" in path or path.endswith("/contextlib.py")
+
+
+def _where_raised(error: BaseException) -> str:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_inner(frame.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown line"
+
+
+class GpuSleep:
+    """Work that keeps the current GPU stream busy for a known time and needs nothing else.
+
+    Args:
+        seconds: how long.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._cycles = int(seconds * _cycles_per_s())
+        self._end = torch.cuda.Event()
+
+    def begin(self) -> None:
+        """Enqueue it."""
+        torch.cuda._sleep(self._cycles)
+        self._end.record()
+
+    def is_over(self) -> bool:
+        """Say whether the GPU has got past it; does not wait."""
+        return self._end.query()
+
+
+def _cycles_per_s() -> float:
+    """Measure the clock that `torch.cuda._sleep` counts."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    cycles = 10_000_000
+    torch.cuda._sleep(1000)
+    start.record()
+    torch.cuda._sleep(cycles)
+    end.record()
+    end.synchronize()
+    return cycles / start.elapsed_time(end) * 1e3
+
+
+def assert_returns_early(
+    enqueue: Callable[[], Any], *, seconds: float = 0.5, sleep: Callable[[float], GpuSleep] = GpuSleep
+) -> Any:
+    """Call a function behind a sleeping GPU and raise unless it returns before the GPU wakes up.
+
+    It finds every wait on the current stream, whatever library makes it; what it cannot see is a wait for another
+    stream that does not depend on this one. Call the function once before, so that nothing is compiled here.
+
+    Args:
+        enqueue: what must only enqueue.
+        seconds: how long the GPU sleeps; longer than enqueueing ever takes.
+        sleep: makes the sleep; for tests of this guard.
+
+    Returns:
+        What `enqueue` returned.
+
+    Raises:
+        HostSyncError: it returned late; names the line where it stood, if Python could tell.
+    """
+    sleeping = sleep(seconds)
+    watcher = _Watcher(seconds / 2)
+    sleeping.begin()
+    with watcher:
+        result = enqueue()
+    if sleeping.is_over():
+        raise HostSyncError(
+            f"{watcher.where or 'somewhere in a call that keeps Python from looking'}: waited for the GPU, which was"
+            f" asleep for {seconds:g} s; enqueueing must not wait"
+        )
+    return result
+
+
+class _Watcher:
+    """While entered, notes after some time where the entering thread stands."""
+
+    def __init__(self, delay_s: float) -> None:
+        self._ident = threading.get_ident()
+        self._delay_s = delay_s
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self.where: str | None = None
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        end_s = time.monotonic() + self._delay_s
+        while time.monotonic() < end_s:
+            if self._is_over.wait(max(0.0, end_s - time.monotonic())):
+                return
+        self.where = _where(sys._current_frames().get(self._ident))

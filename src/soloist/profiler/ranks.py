@@ -1,0 +1,133 @@
+"""Traces of several ranks beside each other: which of them comes late to the collectives, and what it does instead.
+
+The duration of a collective is no cost: a rank that arrives early waits inside of it. Only traces on one clock say who
+was late.
+"""
+
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from soloist.errors import UsageError
+from soloist.profiler.analysis import Analysis
+from soloist.profiler.trace import GpuWork, Trace
+
+_COLLECTIVE = re.compile(r"nccl|all_?reduce|all_?gather|reduce_?scatter|cross_device|one_shot|two_shot", re.IGNORECASE)
+# How far apart two traces may begin, in collectives.
+_MAX_SHIFT = 64
+# A rank that is behind the others by less is not late.
+_LATE_US = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFigures:
+    """One rank beside the others."""
+
+    rank: int
+    name: str
+    # What was added to this rank's clock, so that collectives end together.
+    clock_offset_us: float
+    # Share of the collectives to which it came last, by more than `_LATE_US`.
+    late_share: float
+    # Inside a collective until the last rank arrived, mean.
+    waiting_us: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksReport:
+    """All ranks."""
+
+    ranks: tuple[RankFigures, ...]
+    num_collectives: int
+    # The rank that comes last most often; None: they arrive together.
+    late_rank: int | None
+    # How long the others wait for it in one collective, mean over those to which it came last.
+    waited_us: float
+
+
+def compare_ranks(traces: Sequence[Trace], analyses: Sequence[Analysis]) -> RanksReport:
+    """Put traces on one clock and see who is late.
+
+    Args:
+        traces: of one run, one per rank.
+        analyses: of the same, in the same order.
+
+    Raises:
+        UsageError: two traces have the same rank, or they have no collectives in common.
+    """
+    ranks = [trace.rank if trace.rank is not None else i for i, trace in enumerate(traces)]
+    if len(set(ranks)) < len(ranks):
+        raise UsageError(f"the traces are of ranks {ranks}; give one trace per rank")
+    collectives = [[work for work in trace.works if _COLLECTIVE.search(work.name)] for trace in traces]
+    if min(map(len, collectives)) == 0:
+        missing = [trace.name for trace, found in zip(traces, collectives, strict=True) if not found]
+        raise UsageError(f"{', '.join(missing)} has no collective: nothing ties its clock to the others'")
+    origins = [trace.origin_ns or 0 for trace in traces]
+    clocks_us = [(origin - origins[0]) / 1e3 if all(origins) else 0.0 for origin in origins]
+    aligned = [_Aligned(shift=0, offset_us=0.0)]
+    for i in range(1, len(traces)):
+        aligned.append(_align(collectives[0], collectives[i], clocks_us[i], has_clock=all(origins)))
+    first = max(0, *(-a.shift for a in aligned))
+    last = min(len(found) - a.shift for found, a in zip(collectives, aligned, strict=True))
+    starts = [
+        [
+            collectives[i][j + aligned[i].shift].start_us + clocks_us[i] + aligned[i].offset_us
+            for i in range(len(traces))
+        ]
+        for j in range(first, last)
+    ]
+    return _judge(ranks, [analysis.name for analysis in analyses], aligned, starts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Aligned:
+    # Its collective j + shift is the first rank's collective j.
+    shift: int
+    offset_us: float
+
+
+def _align(first: list[GpuWork], other: list[GpuWork], clock_us: float, *, has_clock: bool) -> _Aligned:
+    """Find which collective of another rank is which of the first rank's, and by how much its clock is wrong."""
+    best, best_error = _Aligned(shift=0, offset_us=0.0), float("inf")
+    for shift in range(-_MAX_SHIFT, _MAX_SHIFT + 1) if has_clock else (0,):
+        pairs = [(first[j], other[j + shift]) for j in range(len(first)) if 0 <= j + shift < len(other)]
+        if len(pairs) < min(len(first), len(other)) / 2:
+            continue
+        # They end together: none ends before the last rank has come.
+        errors = [one.end_us - two.end_us - clock_us for one, two in pairs]
+        offset_us = statistics.median(errors)
+        error = statistics.median(abs(error - offset_us) for error in errors) + 0.001 * abs(offset_us)
+        if error < best_error:
+            best, best_error = _Aligned(shift=shift, offset_us=offset_us), error
+    return best
+
+
+def _judge(
+    ranks: Sequence[int], names: Sequence[str], aligned: Sequence[_Aligned], starts: list[list[float]]
+) -> RanksReport:
+    late: list[list[float]] = [[] for _ in ranks]
+    waiting = [0.0] * len(ranks)
+    for row in starts:
+        last_us = max(row)
+        for i, start_us in enumerate(row):
+            waiting[i] += last_us - start_us
+        others = sorted(row)[:-1]
+        if last_us - others[-1] > _LATE_US:
+            late[row.index(last_us)].append(last_us - statistics.fmean(others))
+    worst = max(range(len(ranks)), key=lambda i: sum(late[i]))
+    return RanksReport(
+        ranks=tuple(
+            RankFigures(
+                rank=ranks[i],
+                name=names[i],
+                clock_offset_us=aligned[i].offset_us,
+                late_share=len(late[i]) / len(starts),
+                waiting_us=waiting[i] / len(starts),
+            )
+            for i in range(len(ranks))
+        ),
+        num_collectives=len(starts),
+        late_rank=ranks[worst] if late[worst] else None,
+        waited_us=statistics.fmean(late[worst]) if late[worst] else 0.0,
+    )

@@ -1,0 +1,227 @@
+"""Blocking waits: calls in which the host stands still until the GPU has caught up.
+
+At batch 1 they are what to look for first: behind each of them the GPU runs dry until the host has enqueued again.
+"""
+
+import difflib
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from soloist.profiler.steps import Recording, Steps
+from soloist.profiler.trace import Frame, GpuWork, HostCall, Stack, Trace, between
+
+_SYNCHRONIZE = {
+    "cudaStreamSynchronize": "stream.synchronize()",
+    "cudaEventSynchronize": "event.synchronize()",
+    "cudaDeviceSynchronize": "torch.cuda.synchronize()",
+    "cudaThreadSynchronize": "torch.cuda.synchronize()",
+    "cuStreamSynchronize": "a wait for a stream, through the driver",
+    "cuEventSynchronize": "a wait for an event, through the driver",
+    "cuCtxSynchronize": "a wait for the device, through the driver",
+}
+# Return when the bytes have arrived, whatever memory they come from.
+_BLOCKING_COPIES = {
+    "cudaMemcpy",
+    "cudaMemcpy2D",
+    "cudaMemcpy3D",
+    "cudaMemcpyFromSymbol",
+    "cuMemcpyDtoH",
+    "cuMemcpyHtoD",
+}
+_ASYNC_COPIES = {"cudaMemcpyAsync", "cudaMemcpy2DAsync", "cudaMemcpy3DAsync"}
+# May wait until the device is idle, and do so when the allocator gives memory back.
+_ALLOCATION = {"cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaMallocHost", "cudaFreeHost", "cudaHostRegister"}
+# A copy to the GPU from pageable memory is staged at once if the GPU has time; it waited if it took longer than this.
+_STAGING_US = 20.0
+# How an operator is written in Python, where that is not its name.
+_SPELLED = {
+    "aten::item": ".item()",
+    "aten::_local_scalar_dense": ".item()",
+    "aten::is_nonzero": "truth value of a tensor",
+    "aten::index": "indexing with a mask",
+    "aten::index_put_": "assignment through a mask",
+    "aten::_index_put_impl_": "assignment through a mask",
+    "aten::_unique2": "unique()",
+    "aten::lift_fresh": "a tensor made of Python values",
+    "aten::detach_": "a tensor made of Python values",
+}
+_COPY_OPS = {"aten::to", "aten::_to_copy", "aten::copy_", "aten::contiguous", "aten::clone"}
+
+
+class WaitKind(Enum):
+    """Why the host stood still."""
+
+    SYNCHRONIZE = "synchronize"
+    COPY = "copy"
+    # A copy that asks not to block, and does, because the host's memory is not pinned.
+    PAGEABLE_COPY = "pageable copy"
+    ALLOCATION = "allocation"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait:
+    """One wait, of one or two calls: a read is a copy and a synchronisation."""
+
+    kind: WaitKind
+    # In plain words, as in ".item()".
+    what: str
+    start_us: float
+    end_us: float
+    thread: int
+    blocked_us: float
+    stack: Stack
+    ops: tuple[str, ...]
+
+
+def blame(stack: Stack) -> Frame | None:
+    """Choose the frame to name: the innermost that is not PyTorch's own; None: no Python code is known."""
+    with_source = [frame for frame in stack if frame.file]
+    for frame in with_source:
+        if not frame.file.startswith(("torch/", "soloist/profiler/")):
+            return frame
+    return with_source[0] if with_source else None
+
+
+def find_waits(trace: Trace) -> list[Wait]:
+    """List all waits of a trace in the order of their starts."""
+    works_of = trace.works_of()
+    found: list[tuple[WaitKind, list[HostCall]]] = []
+    # By thread: the last copy, and where in `found` it is if it waited itself.
+    copies: dict[int, tuple[HostCall, int | None]] = {}
+    for call in trace.calls:
+        works = works_of.get(call.correlation, [])
+        kind = _kind(call, works)
+        copy, i = copies.get(call.thread, (None, None))
+        if call.name == "cudaStreamSynchronize" and copy is not None and _is_same_place(copy, call):
+            # The second half of a read.
+            if i is None:
+                found.append((WaitKind.COPY, [copy, call]))
+            else:
+                found[i] = (WaitKind.COPY, [copy, call])
+        elif kind is not None:
+            found.append((kind, [call]))
+        if call.name in _ASYNC_COPIES:
+            copies[call.thread] = (call, None if kind is None else len(found) - 1)
+        elif works or kind is not None:
+            copies.pop(call.thread, None)
+    waits = [_make_wait(kind, calls, works_of.get(calls[0].correlation, [])) for kind, calls in found]
+    return sorted(waits, key=lambda wait: wait.start_us)
+
+
+def _is_same_place(first: HostCall, second: HostCall) -> bool:
+    return first.stack == second.stack and first.ops[:1] == second.ops[:1]
+
+
+def _make_wait(kind: WaitKind, calls: list[HostCall], works: Sequence[GpuWork]) -> Wait:
+    first, last = calls[0], calls[-1]
+    return Wait(
+        kind=kind,
+        what=_spell(first, kind, works),
+        start_us=first.start_us,
+        end_us=last.end_us,
+        thread=first.thread,
+        blocked_us=sum(call.duration_us for call in calls),
+        stack=first.stack,
+        ops=first.ops,
+    )
+
+
+def _kind(call: HostCall, works: Sequence[GpuWork]) -> WaitKind | None:
+    if call.name in _SYNCHRONIZE:
+        return WaitKind.SYNCHRONIZE
+    if call.name in _BLOCKING_COPIES:
+        return WaitKind.COPY
+    if call.name in _ALLOCATION:
+        return WaitKind.ALLOCATION if call.duration_us > _STAGING_US else None
+    if call.name in _ASYNC_COPIES and works and "Pageable" in works[0].name:
+        work = works[0]
+        if "DtoH" in work.name:
+            # To pageable memory it never returns before the bytes are there.
+            return WaitKind.PAGEABLE_COPY if call.end_us >= work.start_us else None
+        has_waited = call.end_us >= work.start_us and work.start_us - call.start_us > _STAGING_US
+        return WaitKind.PAGEABLE_COPY if has_waited else None
+    return None
+
+
+def _spell(call: HostCall, kind: WaitKind, works: Sequence[GpuWork]) -> str:
+    """Say in plain words what the program asked for."""
+    direction = works[0].name if works else ""
+    way = "to the host" if "DtoH" in direction else "to the GPU" if "HtoD" in direction else "of memory"
+    if kind is WaitKind.ALLOCATION:
+        return f"memory taken from the driver or given back to it ({call.name})"
+    if kind is WaitKind.PAGEABLE_COPY:
+        return f"a copy {way} that cannot be asynchronous: the host's memory is not pinned"
+    if call.ops:
+        op = call.ops[0]
+        if op in _SPELLED:
+            return _SPELLED[op]
+        if op in _COPY_OPS:
+            return f"a copy {way}"
+        return f"{op.removeprefix('aten::')}()"
+    return _SYNCHRONIZE.get(call.name, f"a copy {way} ({call.name})")
+
+
+# --- names for steps in which no Python line was recorded
+
+
+def lend_stacks(trace: Trace, steps: Steps) -> None:
+    """Give the calls of steps without Python lines the stacks of the same calls in steps that have them.
+
+    Steps repeat: the n-th call of one step is made by the line that makes the n-th call of another.
+    """
+    lenders = [i for i, recording in enumerate(steps.recordings) if recording is Recording.NAMED]
+    if not lenders:
+        return
+    by_thread: dict[int, list[HostCall]] = defaultdict(list)
+    for call in trace.calls:
+        by_thread[call.thread].append(call)
+    for thread, calls in by_thread.items():
+        slices = _slices(calls, steps)
+        names = [tuple(call.name for call in part) for part in slices]
+        typical = Counter(names[i] for i in lenders).most_common(1)[0][0]
+        lender = slices[next(i for i in reversed(lenders) if names[i] == typical)]
+        pairs_of: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+        for i, recording in enumerate(steps.recordings):
+            if recording is not Recording.NAMED:
+                if names[i] not in pairs_of:
+                    pairs_of[names[i]] = _pairs(typical, names[i])
+                _lend(trace, thread, lender, slices[i], pairs_of[names[i]])
+
+
+def _slices(calls: list[HostCall], steps: Steps) -> list[list[HostCall]]:
+    """Sort a thread's calls into steps by their starts."""
+    slices: list[list[HostCall]] = [[] for _ in steps.recordings]
+    i = 0
+    for call in calls:
+        while i < len(slices) and call.start_us >= steps.host_us[i + 1]:
+            i += 1
+        if i < len(slices) and call.start_us >= steps.host_us[i]:
+            slices[i].append(call)
+    return slices
+
+
+def _pairs(typical: tuple[str, ...], names: tuple[str, ...]) -> list[tuple[int, int]]:
+    """Pair the places of two sequences of calls."""
+    if typical == names:
+        return [(i, i) for i in range(len(names))]
+    blocks = difflib.SequenceMatcher(None, typical, names, autojunk=False).get_matching_blocks()
+    return [(block.a + i, block.b + i) for block in blocks for i in range(block.size)]
+
+
+def _lend(
+    trace: Trace, thread: int, lender: list[HostCall], borrower: list[HostCall], pairs: list[tuple[int, int]]
+) -> None:
+    samples = trace.samples.get(thread, [])
+    last = (-1, -1)
+    for i, j in pairs:
+        if not borrower[j].stack:
+            borrower[j].stack = lender[i].stack
+        if (i, j) == (last[0] + 1, last[1] + 1) and i > 0:
+            lent = [s.stack for s in between(samples, lender[i - 1].end_us, lender[i].start_us) if s.stack]
+            if lent:
+                stack = Counter(lent).most_common(1)[0][0]
+                for sample in between(samples, borrower[j - 1].end_us, borrower[j].start_us):
+                    sample.stack = sample.stack or stack
+        last = (i, j)
