@@ -21,6 +21,8 @@ class Environment:
     cache_dir: Path
     # SOLOIST_MODELS_DIR: a folder of model files, searched before the cache. None: only the cache is searched.
     models_dir: Path | None
+    # SOLOIST_API_KEY: what clients of the server must send, unless --api-key says. None: nothing.
+    api_key: str | None
 
     @classmethod
     def read(cls) -> Self:
@@ -34,6 +36,7 @@ class Environment:
             offline=_is_set("SOLOIST_OFFLINE") or _is_set("HF_HUB_OFFLINE"),
             cache_dir=cache_home / "soloist",
             models_dir=Path(models_dir).expanduser() if models_dir else None,
+            api_key=os.environ.get("SOLOIST_API_KEY") or None,
         )
 
 

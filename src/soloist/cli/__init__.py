@@ -19,6 +19,7 @@ from soloist.cli.doctor import doctor
 from soloist.cli.models import models_app
 from soloist.cli.profile import profile
 from soloist.cli.run import run
+from soloist.cli.serve import serve
 from soloist.config import Environment
 from soloist.errors import SoloistError
 
@@ -35,6 +36,7 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(chat)
+app.command()(serve)
 app.add_typer(models_app, name="models")
 app.command()(profile)
 app.command()(doctor)

@@ -1,0 +1,125 @@
+"""`soloist serve`: the HTTP server."""
+
+import dataclasses
+import logging
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+from soloist.cli import options
+from soloist.cli.answer import load, make_params
+from soloist.cli.terminal import print_dim
+from soloist.config import Environment
+from soloist.errors import UnsupportedError, UsageError
+
+GIB = 1 << 30
+
+
+def serve(
+    model_name: Annotated[
+        str | None, typer.Argument(help="The model, as with --model.", metavar="MODEL", show_default=False)
+    ] = None,
+    model: options.Model = None,
+    host: Annotated[str, typer.Option("--host", help="Where to listen; off loopback a key is needed.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="0 takes any free port.", min=0, max=65535)] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", help="What clients must send. Or: SOLOIST_API_KEY.", metavar="KEY")
+    ] = None,
+    no_auth: Annotated[bool, typer.Option("--no-auth", help="Serve the network without a key.")] = False,
+    alias: Annotated[
+        str | None, typer.Option("--alias", "--served-model-name", help="The model's name in answers.", metavar="NAME")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse requests that name another model.")] = False,
+    cors_origins: Annotated[
+        list[str] | None,
+        typer.Option("--cors-origins", help="A web page that may call this server; repeat.", metavar="URL"),
+    ] = None,
+    allowed_hosts: Annotated[
+        list[str] | None,
+        typer.Option("--allowed-hosts", help="A name under which it may be reached; repeat.", metavar="NAME"),
+    ] = None,
+    prefix_memory: Annotated[
+        float, typer.Option("--prefix-memory", help="Host memory for kept conversations.", metavar="GIB", min=0)
+    ] = 4.0,
+    prefix_device_memory: Annotated[
+        float, typer.Option("--prefix-device-memory", help="GPU memory for them, besides.", metavar="GIB", min=0)
+    ] = 0.0,
+    keep_billing_line: Annotated[
+        bool, typer.Option("--keep-billing-line", help="Leave in the line that coding agents change in every prompt.")
+    ] = False,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    presence_penalty: options.PresencePenalty = None,
+    frequency_penalty: options.FrequencyPenalty = None,
+    context: options.Context = None,
+    threads: options.Threads = None,
+    device: options.Device = None,
+    weights: options.Weights = "file",
+    weights_dtype: options.WeightsDtype = None,
+    dtype: options.Dtype = None,
+    draft: options.Draft = None,
+    debug: options.Debug = False,
+) -> None:
+    """Serve a model over HTTP, in the protocols of OpenAI, Anthropic and llama.cpp; a page is at /.
+
+    Sampling options are what requests get that do not say.
+    """
+    begin_s = time.perf_counter()
+    try:
+        from soloist.server import listen
+    except ImportError as error:
+        raise UnsupportedError(f"serving needs {error.name}: pip install 'soloist[server]'") from None
+    from soloist.doctor import known_bandwidth
+    from soloist.prefix import PrefixStore
+    from soloist.server.settings import ServerSettings
+
+    if model_name is not None and model is not None:
+        raise UsageError("the model was given twice: as MODEL and with --model")
+    defaults = make_params(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+    )
+    # What can be refused is refused before the weights are read.
+    settings = ServerSettings(
+        host=host,
+        api_key=api_key if api_key is not None else Environment.read().api_key,
+        is_open=no_auth,
+        cors_origins=tuple(cors_origins or ()),
+        allowed_hosts=tuple(allowed_hosts or ()),
+        is_strict=strict,
+        strips_billing_line=not keep_billing_line,
+        defaults=defaults,
+    )
+    with listen.bind(host, port) as listener:
+        llm = load(
+            model_name or model,
+            context=context,
+            threads=threads,
+            device=device,
+            weights=weights,
+            weights_dtype=weights_dtype,
+            dtype=dtype,
+            draft=draft,
+        )
+        llm.engine.prefixes = PrefixStore(
+            host_bytes=round(prefix_memory * GIB), device_bytes=round(prefix_device_memory * GIB)
+        )
+        bandwidth = known_bandwidth(llm.engine.runner.model.device, Environment.read().cache_dir)
+        settings = dataclasses.replace(settings, model_name=alias or llm.name, bandwidth_gb_per_s=bandwidth)
+        logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+
+        def on_ready(url: str) -> None:
+            took_s = time.perf_counter() - begin_s
+            print_dim(f"{settings.model_name} is ready after {took_s:.1f} s: {url}/v1, page at {url}/, Ctrl-C ends it")
+
+        listen.run(llm, settings, listener, on_ready)

@@ -1,0 +1,88 @@
+"""The socket and the event loop of a server: binding, saying where it listens, ending at once when asked to."""
+
+import json
+import logging
+import socket
+import urllib.request
+from collections.abc import Callable
+
+import uvicorn
+
+from soloist.errors import UsageError
+from soloist.llm import LLM
+from soloist.server.app import App
+from soloist.server.settings import ServerSettings
+
+# A connection that does not end although its answer has is cut after so long.
+_GRACE_S = 3
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take an address, before anything slow is done.
+
+    Args:
+        host: a name or an address.
+        port: 0 takes any that is free.
+
+    Raises:
+        UsageError: it is taken, or it is none of this machine's.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"cannot listen on {host}:{port}: {why}{_who_listens(host, port)}") from None
+    return listener
+
+
+def _who_listens(host: str, port: int) -> str:
+    """Say whether the one who has the address is a Soloist, and what it serves."""
+    try:
+        with urllib.request.urlopen(f"http://{host}:{port}/v1/models", timeout=1) as answer:
+            (model,) = json.loads(answer.read(100_000))["data"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return "; --port 0 takes any free port"
+    if model.get("owned_by") != "soloist":
+        return "; --port 0 takes any free port"
+    return f": a Soloist that serves {model.get('id')} listens there; --port 0 takes any free port"
+
+
+class _Server(uvicorn.Server):
+    """Ends running answers first, so that no open stream holds up the end."""
+
+    def __init__(self, config: uvicorn.Config, app: App, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._soloist = app
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._soloist.service.close()
+        await super().shutdown(sockets)
+
+
+def run(llm: LLM, settings: ServerSettings, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
+    """Serve until a signal ends it.
+
+    Args:
+        llm: the model; nothing else may use it meanwhile.
+        settings: of the server.
+        listener: where; see `bind`.
+        on_ready: called with the server's URL once the model has made a token.
+    """
+    logging.getLogger("soloist.server").setLevel(logging.INFO)
+    app = App(llm, settings)
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S, server_header=False
+    )
+    host, port = listener.getsockname()[:2]
+    name = f"[{host}]" if ":" in host else host
+    server = _Server(config, app, lambda: on_ready(f"http://{name}:{port}"))
+    server.run(sockets=[listener])

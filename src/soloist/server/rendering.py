@@ -1,0 +1,122 @@
+"""Messages and tools of a request to a prompt, and the text of its answer to pieces; the same for every protocol."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from soloist.errors import UsageError
+from soloist.llm import LLM
+from soloist.server.reply_text import TextSplitter
+from soloist.server.tool_calls import ToolParser, parser_class
+
+# Keys of messages that clients send back as they got them, and that say nothing to a model.
+_SILENT_KEYS = frozenset({"refusal", "annotations", "audio", "function_call", "id", "status"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendered:
+    """A prompt, and how its answer is read."""
+
+    text: str
+    ids: list[int]
+    opens_reasoning: bool
+    turn_ends: tuple[int, ...]
+    template_s: float
+    tools: Sequence[Mapping[str, Any]] = ()
+    parser: type[ToolParser] | None = None
+    # What of the request could not be followed, in words.
+    warnings: list[str] = field(default_factory=list)
+
+    def splitter(self) -> TextSplitter:
+        """Make what tells the parts of one answer apart."""
+        parser = None if self.parser is None else self.parser(self.tools)
+        return TextSplitter(opens_reasoning=self.opens_reasoning, tool_parser=parser)
+
+
+def render_chat(
+    llm: LLM,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    reasoning_effort: str | None = None,
+) -> Rendered:
+    """Write the messages of a request down.
+
+    Args:
+        llm: the model.
+        messages: in OpenAI's words.
+        tools: functions, in OpenAI's form.
+        template_kwargs: variables of the template.
+        reasoning_effort: how much to think; what the template knows of it is set.
+
+    Raises:
+        UsageError: the model has no template, or the messages cannot be written down.
+    """
+    begin_s = time.perf_counter()
+    template = llm.chat_template
+    if template is None:
+        raise UsageError(f"{llm.name} has no chat template, so it cannot chat; /v1/completions continues a text")
+    cleaned = [_cleaned(message) for message in messages]
+    kwargs = dict(template_kwargs or {})
+    warnings = [] if reasoning_effort is None else _set_effort(kwargs, reasoning_effort, template.variables)
+    parser = parser_class(template.text_for(tools)) if tools else None
+    prompt = template.render(cleaned, tools=tools, template_kwargs=kwargs)
+    turn_ends = _turn_ends(llm, cleaned, prompt.ids, tools, kwargs)
+    return Rendered(
+        text=prompt.text,
+        ids=prompt.ids,
+        opens_reasoning=prompt.opens_reasoning,
+        turn_ends=turn_ends,
+        template_s=time.perf_counter() - begin_s,
+        tools=tools or (),
+        parser=parser,
+        warnings=warnings,
+    )
+
+
+def _cleaned(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if value is not None and key not in _SILENT_KEYS} | (
+        {"content": None} if message.get("content") is None else {}
+    )
+
+
+def _set_effort(kwargs: dict[str, Any], effort: str, variables: frozenset[str]) -> list[str]:
+    if "reasoning_effort" in variables:
+        kwargs.setdefault("reasoning_effort", effort)
+    elif "enable_thinking" in variables:
+        kwargs.setdefault("enable_thinking", effort not in ("none", "minimal"))
+    else:
+        return [f"reasoning effort {effort!r} has no effect: the chat template of this model knows no such thing"]
+    return []
+
+
+def _turn_ends(
+    llm: LLM,
+    messages: Sequence[Mapping[str, Any]],
+    prompt_ids: list[int],
+    tools: Sequence[Mapping[str, Any]] | None,
+    kwargs: Mapping[str, Any],
+) -> tuple[int, ...]:
+    """Find the ends of the system message and of the last turn, for models whose state cannot be cut back to them."""
+    template = llm.chat_template
+    if template is None or llm.engine.prefixes is None or llm.engine.runner.cache.can_rollback:
+        return ()
+    ends = set()
+    try:
+        closed = template.render(messages, tools=tools, template_kwargs=kwargs, add_generation_prompt=False).ids
+        ends.add(_num_common(closed, prompt_ids))
+        if messages[0].get("role") in ("system", "developer"):
+            other = [messages[0], {"role": "user", "content": "?"}]
+            ends.add(_num_common(template.render(other, tools=tools, template_kwargs=kwargs).ids, prompt_ids))
+    except UsageError:
+        # A template may refuse to stop there; then there is one place less to return to.
+        pass
+    return tuple(sorted(ends))
+
+
+def _num_common(first: Sequence[int], second: Sequence[int]) -> int:
+    return next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )

@@ -1,0 +1,401 @@
+"""What every protocol asks of the model: answers that can be waited for, cancelled and counted.
+
+Owns the line of requests, the figures and the receipt of each answer. Knows token ids and text, no protocol.
+"""
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from soloist.answer import Delta, Stream
+from soloist.engine import Constraint, Generation, RequestStats
+from soloist.errors import UsageError
+from soloist.llm import LLM
+from soloist.runtime.ring import TokenLogprob
+from soloist.sampling_params import SamplingParams
+from soloist.server.metrics import Metrics
+from soloist.server.queue import Job, NeverBegun, WorkQueue
+from soloist.server.settings import ServerSettings
+from soloist.server.structured import Grammars
+
+logger = logging.getLogger("soloist.server")
+
+# Requests whose receipts are kept for the page and for `/props`.
+_NUM_RECEIPTS = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How much of a prompt has been read."""
+
+    num_done: int
+    num_total: int
+
+
+@dataclass(kw_only=True)
+class Ask:
+    """One answer that is wanted."""
+
+    route: str
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    # Lengths of beginnings of the prompt to which later prompts are likely to return.
+    turn_ends: Sequence[int] = ()
+    constraint: Constraint | None = None
+    # Likeliest tokens to report beside each prompt token; None: the prompt is not scored.
+    prompt_logprobs: int | None = None
+    # A newer answer with the same key replaces this one.
+    key: str | None = None
+    # Whether `Progress` is among the parts.
+    wants_progress: bool = False
+    # Making the prompt of messages.
+    template_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gaps:
+    """When the parts of an answer came."""
+
+    first_s: float | None = None
+    last_s: float | None = None
+    longest_s: float = 0.0
+
+    def note(self, now_s: float) -> "Gaps":
+        """Count one more part."""
+        gap_s = now_s - self.last_s if self.last_s is not None else 0.0
+        first_s = now_s if self.first_s is None else self.first_s
+        return Gaps(first_s=first_s, last_s=now_s, longest_s=max(self.longest_s, gap_s))
+
+
+class Reply:
+    """One answer on its way: iterate for its parts; made by `Service.ask`.
+
+    Parts are `Delta`, one for every step, `Progress` while the prompt is read, and None after a silence.
+    """
+
+    def __init__(self, service: "Service", ask: Ask, generation: Generation, stream: Stream) -> None:
+        self.id = f"{next(service.numbers):x}-{time.time_ns() & 0xFFFFFFFFFF:010x}"
+        self.ask = ask
+        self.created = int(time.time())
+        self._service = service
+        self._generation = generation
+        self._stream = stream
+        self._gaps = Gaps()
+        # Text tokens come at once; the first may be of a step that is still held back.
+        self.num_tokens = 0
+        self.delta: Delta | None = None
+        self._job: Job = service.queue.submit(self._work, stream.cancel, key=ask.key)
+        self._is_over = False
+
+    def _work(self) -> Iterator[Delta]:
+        if self.ask.wants_progress:
+            self._generation.on_prefill = lambda done, total: self._job.put(Progress(num_done=done, num_total=total))
+        try:
+            for delta in self._stream:
+                self._service.last_token_s = time.monotonic()
+                yield delta
+        finally:
+            self._stream.close()
+
+    async def parts(self, silence_s: float | None = None) -> AsyncIterator[Delta | Progress | None]:
+        """Give the answer's parts, and end its work when the reader stops reading.
+
+        Args:
+            silence_s: give None whenever nothing came for so long.
+        """
+        error: BaseException | None = None
+        try:
+            async for part in self._job.items(silence_s=silence_s):
+                if isinstance(part, Delta):
+                    self._gaps = self._gaps.note(time.perf_counter())
+                    self.num_tokens += len(part.token_ids)
+                    self.delta = part
+                yield part
+        except NeverBegun:
+            self.delta = Delta(
+                text="", token_ids=(), logprobs=(), finish_reason="cancelled", stop_match=None, stats=self.stats
+            )
+            yield self.delta
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            if not self.is_complete:
+                self._job.cancel()
+            self._finish(error)
+
+    async def whole(self) -> "Answer":
+        """Wait for the whole answer."""
+        answer = Answer()
+        async for part in self.parts():
+            if isinstance(part, Delta):
+                answer.add(part)
+        return answer
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last part was given."""
+        return self.delta is not None and self.delta.finish_reason is not None
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether a newer request with the same key ended this one."""
+        return self._job.is_replaced
+
+    @property
+    def stats(self) -> RequestStats:
+        """What the answer took so far; tokens are those that were given out."""
+        return self._stream.stats
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob]:
+        """Of every prompt token but the first, once the prompt has been read."""
+        return self._generation.prompt_logprobs
+
+    @property
+    def finish_reason(self) -> str:
+        """How the answer ended: stop, length, cancelled, or error."""
+        if self.delta is None or self.delta.finish_reason is None:
+            return "cancelled" if self._job.is_cancelled else "error"
+        return self.delta.finish_reason
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Tokens, in OpenAI's words."""
+        stats = self.stats
+        num_answer = stats.completion_tokens if self.is_complete else self.num_tokens
+        return {
+            "prompt_tokens": stats.prompt_tokens,
+            "completion_tokens": num_answer,
+            "total_tokens": stats.prompt_tokens + num_answer,
+            "prompt_tokens_details": {"cached_tokens": stats.cached_tokens},
+        }
+
+    @property
+    def timings(self) -> dict[str, Any]:
+        """Times in llama.cpp's words. Prompt tokens are those really read, not those kept."""
+        stats = self.stats
+        num_new = stats.prompt_tokens - stats.cached_tokens
+        prompt_ms, decode_ms = 1000 * (stats.ttft_s or stats.prefill_s), 1000 * stats.decode_s
+        num_behind = max(stats.completion_tokens - 1, 0)
+        return {
+            "cache_n": stats.cached_tokens,
+            "prompt_n": num_new,
+            "prompt_ms": round(prompt_ms, 3),
+            "prompt_per_token_ms": round(prompt_ms / num_new, 3) if num_new else 0.0,
+            "prompt_per_second": round(1000 * num_new / prompt_ms, 2) if prompt_ms else 0.0,
+            "predicted_n": stats.completion_tokens,
+            "predicted_ms": round(decode_ms, 3),
+            "predicted_per_token_ms": round(decode_ms / num_behind, 3) if num_behind else 0.0,
+            "predicted_per_second": round(1000 * num_behind / decode_ms, 2) if decode_ms else 0.0,
+            "draft_n": stats.drafted,
+            "draft_n_accepted": stats.accepted,
+        }
+
+    @property
+    def speculation(self) -> dict[str, Any]:
+        """What the drafter did: drafted tokens are those really verified."""
+        stats = self.stats
+        rate = stats.acceptance_rate
+        return {
+            "drafter": stats.drafter,
+            "steps": stats.forwards,
+            "drafted": stats.drafted,
+            "accepted": stats.accepted,
+            "acceptance_rate": None if rate is None else round(rate, 4),
+            "mean_accepted_per_step": round(stats.accepted / stats.forwards, 4) if stats.forwards else 0.0,
+            "tokens_per_step": round(stats.acceptance_length, 4),
+            "accepted_histogram": list(stats.accepted_histogram),
+            "drafted_histogram": list(stats.drafted_histogram),
+        }
+
+    @property
+    def receipt(self) -> dict[str, Any]:
+        """What the answer took, and why it was not less."""
+        stats, ask = self.stats, self.ask
+        ttft_s = None if self._gaps.first_s is None else self._gaps.first_s - self._job.submitted_s + ask.template_s
+        return {
+            "id": self.id,
+            "route": ask.route,
+            "queue_ms": round(1000 * self._job.waited_s, 3),
+            "template_ms": round(1000 * ask.template_s, 3),
+            "prompt_tokens": stats.prompt_tokens,
+            "cached_tokens": stats.cached_tokens,
+            "prefix": self._service.explain(self._generation),
+            "prefill_ms": round(1000 * stats.prefill_s, 3),
+            "ttft_ms": None if ttft_s is None else round(1000 * ttft_s, 3),
+            "completion_tokens": stats.completion_tokens,
+            "decode_tok_per_s": None if stats.decode_tok_per_s is None else round(stats.decode_tok_per_s, 2),
+            "tpot_ms": None if stats.tpot_ms is None else round(stats.tpot_ms, 4),
+            "tokens_per_step": round(stats.acceptance_length, 3),
+            "share_of_floor": self._service.share_of_floor(stats),
+            "longest_gap_ms": round(1000 * self._gaps.longest_s, 3),
+            "seed": stats.seed,
+            "finish_reason": self.finish_reason,
+        }
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """What goes into every answer besides its text."""
+        return {"timings": self.timings, "speculation": self.speculation, "receipt": self.receipt}
+
+    def _finish(self, error: BaseException | None) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        is_failed = error is not None and isinstance(error, Exception)
+        self._service.note(self, "error" if is_failed else self.finish_reason, self._job.waited_s, self._gaps)
+
+
+@dataclass(kw_only=True)
+class Answer:
+    """A whole answer put together again."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str = ""
+    stop_match: str | int | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Append one part."""
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_match = delta.finish_reason, delta.stop_match
+
+
+class Service:
+    """One model behind one line of requests.
+
+    Args:
+        llm: the model; nothing else may use it meanwhile.
+        settings: of the server.
+    """
+
+    def __init__(self, llm: LLM, settings: ServerSettings) -> None:
+        self.llm = llm
+        self.settings = settings
+        self.queue = WorkQueue(settings.max_waiting)
+        self.metrics = Metrics(self)
+        self.numbers = itertools.count(1)
+        self._grammars: Grammars | None = None
+        self.started_s = time.monotonic()
+        # When the engine last made a token; None: it has made none yet.
+        self.last_token_s: float | None = None
+        # Of the last request, prompt and answer.
+        self.num_context_tokens = 0
+        # Of the last requests, newest last.
+        self.receipts: deque[dict[str, Any]] = deque(maxlen=_NUM_RECEIPTS)
+
+    def ask(self, ask: Ask) -> Reply:
+        """Check a request and put it in line; from the event loop.
+
+        Raises:
+            SoloistError: the request cannot be answered as it is.
+        """
+        generation = self.llm.engine.generate(
+            ask.prompt_ids,
+            ask.params,
+            turn_ends=ask.turn_ends,
+            constraint=ask.constraint,
+            prompt_logprobs=ask.prompt_logprobs,
+        )
+        return Reply(self, ask, generation, Stream(generation, self.llm.tokenizer, ask.params))
+
+    def constraint(
+        self, schema: dict[str, Any] | None, params: SamplingParams, *, opens_reasoning: bool = False
+    ) -> Constraint | None:
+        """Make what holds one answer to a JSON schema; None for free text.
+
+        Raises:
+            SoloistError: the schema cannot be followed, or a parameter would break it.
+        """
+        if schema is None:
+            return None
+        if self.llm.tokenizer is None:
+            raise UsageError("a format needs text, and this model came without a tokenizer")
+        if params.ignore_eos or params.min_tokens:
+            raise UsageError("ignore_eos and min_tokens would go on behind the end of the format; leave them out")
+        if self._grammars is None:
+            engine = self.llm.engine
+            self._grammars = Grammars(self.llm.tokenizer, engine.runner.buffers.num_tokens, engine.eos_token_ids)
+        return self._grammars.constraint(schema, opens_reasoning=opens_reasoning)
+
+    async def warm_up(self) -> None:
+        """Make one token, so that readiness means that tokens are made."""
+        params = SamplingParams(max_tokens=1, ignore_eos=True)
+        stream = self.llm.stream([0], params)
+
+        def work() -> Iterator[Delta]:
+            yield from stream
+            if self.llm.engine.prefixes is not None:
+                self.llm.engine.prefixes.clear()
+
+        async for _ in self.queue.submit(work, stream.cancel).items():
+            self.last_token_s = time.monotonic()
+
+    async def clear_prefixes(self) -> None:
+        """Forget what is kept of earlier requests, between two requests."""
+
+        def work() -> Iterator[None]:
+            if self.llm.engine.prefixes is not None:
+                self.llm.engine.prefixes.clear()
+            yield None
+
+        async for _ in self.queue.submit(work).items():
+            pass
+
+    def explain(self, generation: Generation) -> str:
+        """Say in words how much of a prompt was kept and why not more, with the text where it leaves what is kept."""
+        reuse, tokenizer = generation.reuse, self.llm.tokenizer
+        if not reuse.kept_ids or tokenizer is None:
+            return reuse.reason
+        start = max(0, reuse.num_common - 4)
+        given = generation.prompt_ids[start : reuse.num_common + len(reuse.kept_ids)]
+        before = generation.prompt_ids[start : reuse.num_common]
+        kept = tokenizer.decode([*before, *reuse.kept_ids], show_special=True)
+        now = tokenizer.decode(given, show_special=True)
+        return f"{reuse.reason}: kept {kept!r}, now {now!r}"
+
+    def share_of_floor(self, stats: RequestStats) -> float | None:
+        """Give the share of decoding time that moving the bytes must take; None if it is not known."""
+        bandwidth, model = self.settings.bandwidth_gb_per_s, self.llm.engine.runner.model
+        footprint = getattr(model, "footprint", None)
+        num_steps = stats.forwards - 1
+        if bandwidth is None or footprint is None or num_steps < 1 or not stats.decode_s:
+            return None
+        width = round(1 + stats.drafted / stats.forwards)
+        context_len = stats.prompt_tokens + stats.completion_tokens // 2
+        floor_ms = footprint.step_floor_ms(width, context_len, bandwidth_gb_per_s=bandwidth)
+        return round(num_steps * floor_ms / (1000 * stats.decode_s), 4)
+
+    def note(self, reply: Reply, finish_reason: str, waited_s: float, gaps: Gaps) -> None:
+        """Count, log and keep a request that is over."""
+        receipt = reply.receipt | {"finish_reason": finish_reason, "created": reply.created}
+        self.receipts.append(receipt)
+        self.num_context_tokens = receipt["prompt_tokens"] + receipt["completion_tokens"]
+        self.metrics.note(reply.stats, finish_reason, waited_s, receipt["ttft_ms"], gaps)
+        speed = receipt["decode_tok_per_s"]
+        logger.info(
+            "%s %s: %d prompt tokens (%d kept), TTFT %s, %d tokens%s, %.2f a step, %s; prefix: %s",
+            receipt["id"],
+            receipt["route"],
+            receipt["prompt_tokens"],
+            receipt["cached_tokens"],
+            "-" if receipt["ttft_ms"] is None else f"{receipt['ttft_ms']:.0f} ms",
+            receipt["completion_tokens"],
+            "" if speed is None else f" at {speed:.1f} tok/s",
+            receipt["tokens_per_step"],
+            f"cancelled after {reply.num_tokens} tokens" if finish_reason == "cancelled" else finish_reason,
+            receipt["prefix"],
+        )
+
+    def close(self) -> None:
+        """End all work."""
+        self.queue.close()

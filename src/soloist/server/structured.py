@@ -1,0 +1,168 @@
+"""Answers of a given form: JSON, or JSON of a schema, decided token by token with llguidance. Fails closed.
+
+A schema that cannot be followed to the letter is refused before a token is made. Reasoning in front of the answer is
+free; the form begins behind it.
+"""
+
+from typing import Any
+
+import torch
+
+from soloist.chat import END_THINK
+from soloist.errors import SoloistError, UnsupportedError, UsageError
+from soloist.tokenizer import Detokenizer, Tokenizer
+
+# White space between tokens of JSON, bounded: a model could otherwise go on with it for ever.
+_WHITE_SPACE = r"[\x20\x0A]{0,20}"
+
+
+class GrammarError(SoloistError):
+    """An answer cannot go on within its grammar."""
+
+
+class Grammars:
+    """Makes the constraints of one model; the vocabulary is read once.
+
+    Raises:
+        UnsupportedError: llguidance is not installed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, num_tokens: int, end_ids: tuple[int, ...]) -> None:
+        try:
+            import llguidance
+        except ImportError:
+            raise UnsupportedError("response_format needs llguidance: pip install 'soloist[server]'") from None
+        self._library = llguidance
+        self.tokenizer = tokenizer
+        self.num_tokens = num_tokens
+        self.end_ids = [i for i in end_ids if i < num_tokens]
+        if not self.end_ids:
+            raise UnsupportedError("response_format needs a model with an end token")
+        self._vocabulary = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(_Vocabulary(tokenizer, num_tokens, self.end_ids)),
+            n_vocab=num_tokens,
+            eos_token=self.end_ids,
+        )
+
+    def constraint(self, schema: dict[str, Any], *, opens_reasoning: bool) -> "JsonConstraint":
+        """Make what holds one answer to JSON of a schema; see `compile`."""
+        return JsonConstraint(self, self.compile(schema), opens_reasoning=opens_reasoning)
+
+    def compile(self, schema: dict[str, Any]) -> Any:
+        """Make a matcher for JSON of a schema.
+
+        Raises:
+            UsageError: the schema is not valid, or asks for what cannot be checked token by token.
+        """
+        options: Any = {"whitespace_pattern": _WHITE_SPACE}
+        try:
+            grammar = self._library.LLMatcher.grammar_from_json_schema(schema, overrides=options)
+        except ValueError as error:
+            raise UsageError(f"response_format: the schema is not valid: {_first_line(error)}") from None
+        matcher = self._library.LLMatcher(self._vocabulary, grammar, log_level=0)
+        if matcher.is_error():
+            raise UsageError(f"response_format: the schema cannot be followed: {_first_line(matcher.get_error())}")
+        if warnings := matcher.get_grammar_warnings():
+            raise UsageError(f"response_format: the schema cannot be followed to the letter: {warnings[0]}")
+        return matcher
+
+
+class _Vocabulary:
+    """A vocabulary as llguidance wants to see it: bytes of every token, and an encoder of text."""
+
+    def __init__(self, tokenizer: Tokenizer, num_tokens: int, end_ids: list[int]) -> None:
+        self._tokenizer = tokenizer
+        special = tokenizer.special_ids
+        # Special tokens get a name that no text can be, in the library's own marking.
+        self.tokens = [
+            b"\xff" + f"[{i}]".encode() if i in special else tokenizer.token_bytes(i) or b"\xff" + f"[{i}]".encode()
+            for i in range(num_tokens)
+        ]
+        self.special_token_ids = sorted(special)
+        self.bos_token_id = tokenizer.bos_id
+        self.eos_token_id = end_ids[0]
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return self._tokenizer.encode(text if isinstance(text, str) else text.decode("utf-8", "replace"))
+
+
+class JsonConstraint:
+    """Follows one answer: free until its reasoning ends, then JSON of a schema, then the end."""
+
+    def __init__(self, grammars: Grammars, matcher: Any, *, opens_reasoning: bool) -> None:
+        self._grammars = grammars
+        self._matcher = matcher
+        self._reasoning = _ReasoningEnd(grammars.tokenizer) if opens_reasoning else None
+
+    def num_legal(self, draft_tokens: list[int]) -> int:
+        """Count the leading drafts that may follow. The step in which reasoning ends has no draft behind that."""
+        if self._reasoning is not None:
+            return self._reasoning.num_before_end(draft_tokens)
+        return int(self._matcher.validate_tokens(draft_tokens))
+
+    def allowed(self, draft_tokens: list[int]) -> torch.Tensor:
+        """Give what may follow, row by row: (T, N) bool."""
+        N = self._grammars.num_tokens
+        if self._reasoning is not None:
+            rows = torch.ones(1 + len(draft_tokens), N, dtype=torch.bool)  # (T, N)
+            # An answer that ends within its reasoning would have no form at all.
+            rows[:, self._grammars.end_ids] = False
+            return rows
+        rows = torch.stack([self._mask(), *(self._after(token) for token in draft_tokens)])  # (T, N)
+        if draft_tokens:
+            self._matcher.rollback(len(draft_tokens))
+        return rows
+
+    def advance(self, token_ids: list[int]) -> None:
+        """Follow the answer by committed tokens."""
+        if self._reasoning is not None:
+            if self._reasoning.push(token_ids):
+                self._reasoning = None
+            return
+        if not self._matcher.consume_tokens(token_ids):
+            raise GrammarError(f"the answer left its grammar: {_first_line(self._matcher.get_error())}")
+
+    def _mask(self) -> torch.Tensor:
+        if self._matcher.is_error():
+            raise GrammarError(f"the grammar cannot go on: {_first_line(self._matcher.get_error())}")
+        mask = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+        bits = (mask[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1  # (N/8, 8)
+        allowed = bits.reshape(-1)[: self._grammars.num_tokens].bool()  # (N)
+        if not allowed.any():
+            raise GrammarError("the grammar allows no token here, and the answer is not complete")
+        return allowed
+
+    def _after(self, token_id: int) -> torch.Tensor:
+        self._matcher.consume_token(token_id)
+        return self._mask()
+
+
+class _ReasoningEnd:
+    """Watches for the end of the reasoning in an answer's tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer)
+        self._tail = ""
+
+    def push(self, token_ids: list[int]) -> bool:
+        """Take committed tokens; says whether the reasoning has ended with them."""
+        for token_id in token_ids:
+            self._tail = (self._tail + self._detokenizer.push(token_id))[-64:]
+        _, mark, rest = self._tail.partition(END_THINK)
+        if rest.strip():
+            raise GrammarError("the token that ended the reasoning began the answer, outside of its grammar")
+        return bool(mark)
+
+    def num_before_end(self, draft_tokens: list[int]) -> int:
+        """Count the drafts before the one that ends the reasoning: behind that one the grammar begins."""
+        text = self._tail
+        for i, token_id in enumerate(draft_tokens):
+            text += self._tokenizer.decode([token_id])
+            if END_THINK in text:
+                return i
+        return len(draft_tokens)
+
+
+def _first_line(error: object) -> str:
+    return str(error).strip().partition("\n")[0][:300]
