@@ -60,7 +60,7 @@ def prepare_kernel(
     i_k = tl.arange(0, K)
     i_v = tl.arange(0, V)
     i_t = block * ROWS + i_r
-    b_k, b_g, b_cum, b_from_start, b_q, b_beta, b_inverse, b_p = load_block(
+    b_k, b_g, b_from_start, b_q, b_beta, b_inverse, b_p = load_block(
         qkv_ptr,
         f_ptr,
         b_ptr,
@@ -87,7 +87,9 @@ def prepare_kernel(
     p_k = (o_block * ROWS + i_r)[:, None] * K + i_k[None, :]
     tl.store(w_ptr + p_k, tl.dot(b_m, b_from_start * b_k, input_precision=DOT_PRECISION))
     tl.store(q_ptr + p_k, b_from_start * b_q)
-    tl.store(k_ptr + p_k, tl.exp(tl.minimum(total[None, :] - b_cum, 0.0)) * b_k)
+    # The g of all later rows: a sum, never a difference of sums.
+    b_later = tl.dot(tl.where(i_r[:, None] < i_r[None, :], 1.0, 0.0), b_g, input_precision=DOT_PRECISION)
+    tl.store(k_ptr + p_k, tl.exp(tl.minimum(b_later, 0.0)) * b_k)
     tl.store(p_ptr + (o_block * ROWS + i_r)[:, None] * ROWS + i_r[None, :], b_p)
     tl.store(total_ptr + o_block * K + i_k, tl.exp(total))
     b_v = short_conv(qkv_ptr, conv_ptr, conv_w_ptr, i_t, 2 * H * K + head * V + i_v, T, qkv_stride_t, C)

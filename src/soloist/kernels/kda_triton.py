@@ -34,9 +34,11 @@ def _log_decay(f, a_log, dt_bias, LOWER_BOUND: tl.constexpr):
     """g, the log decay: bounded below (Ling) or not (Kimi, LOWER_BOUND None)."""
     drive = f + dt_bias
     if LOWER_BOUND is None:
-        # softplus, linear past 20 as torch's
-        soft = tl.where(drive > 20.0, drive, tl.log(1.0 + tl.exp(tl.minimum(drive, 20.0))))
-        g = -tl.exp(a_log) * soft
+        # softplus, linear past 20 as torch's; the quotient gives log(1 + x) the digits of a small x back.
+        x = tl.exp(tl.minimum(drive, 20.0))
+        above = 1.0 + x
+        soft = tl.where(above == 1.0, x, tl.log(above) * (x / (above - 1.0)))
+        g = -tl.exp(a_log) * tl.where(drive > 20.0, drive, soft)
     else:
         g = LOWER_BOUND * tl.sigmoid(tl.exp(a_log) * drive)
     return g
@@ -163,13 +165,14 @@ def short_conv(x_ptr, conv_ptr, conv_w_ptr, i_row, i_c, T, stride_t, C: tl.const
 
 
 @triton.jit
-def _pair_products(b_q, b_k, b_cum, i_r, ROWS: tl.constexpr, IS_BOUNDED: tl.constexpr, DOT_PRECISION: tl.constexpr):
-    """sum_d k_i exp(G_i - G_j) k_j and the same with q_i, for all pairs of rows; only i >= j is meant to be used.
+def _pair_products(b_q, b_k, b_g, i_r, ROWS: tl.constexpr, IS_BOUNDED: tl.constexpr, DOT_PRECISION: tl.constexpr):
+    """sum_d k_i exp(G_i - G_j) k_j and the same with q_i, for all pairs of rows, of which only i >= j mean anything; G.
 
     With a bounded gate (at least -5 a row) exp(G_i - G_j) splits at the middle row: neither factor passes exp(40). An
-    unbounded one is formed pair by pair, where no exponent is ever positive.
+    unbounded one is summed pair by pair: no exponent is ever positive, and none is a difference of large sums.
     """
     if IS_BOUNDED:
+        b_cum = tl.cumsum(b_g, axis=0)  # (ROWS, K)
         b_middle = tl.sum(tl.where((i_r == ROWS // 2 - 1)[:, None], b_cum, 0.0), axis=0)
         b_up = tl.exp(b_cum - b_middle[None, :])
         b_down_t = tl.trans(b_k * tl.exp(b_middle[None, :] - b_cum))  # (K, ROWS)
@@ -178,14 +181,18 @@ def _pair_products(b_q, b_k, b_cum, i_r, ROWS: tl.constexpr, IS_BOUNDED: tl.cons
     else:
         b_kk = tl.zeros((ROWS, ROWS), dtype=tl.float32)
         b_qk = tl.zeros((ROWS, ROWS), dtype=tl.float32)
-        for j in range(ROWS):
+        # g_{j+1} + ... + g_i, from the last j to the first; in the end the whole sum.
+        b_cum = tl.zeros_like(b_g)
+        for back in range(ROWS):
+            j = ROWS - 1 - back
             m_j = i_r == j
             k_j = tl.sum(tl.where(m_j[:, None], b_k, 0.0), axis=0)
-            cum_j = tl.sum(tl.where(m_j[:, None], b_cum, 0.0), axis=0)
-            b_decayed = tl.exp(tl.minimum(b_cum - cum_j[None, :], 0.0)) * k_j[None, :]
+            g_j = tl.sum(tl.where(m_j[:, None], b_g, 0.0), axis=0)
+            b_decayed = tl.exp(b_cum) * k_j[None, :]
             b_kk = tl.where(m_j[None, :], tl.sum(b_k * b_decayed, axis=1)[:, None], b_kk)
             b_qk = tl.where(m_j[None, :], tl.sum(b_q * b_decayed, axis=1)[:, None], b_qk)
-    return b_kk, b_qk
+            b_cum += tl.where((i_r >= j)[:, None], g_j[None, :], 0.0)
+    return b_kk, b_qk, b_cum
 
 
 @triton.jit
@@ -232,7 +239,7 @@ def load_block(
     """What a block of rows of one head gives to the WY form, whatever the values are.
 
     Returns:
-        k, g, cumulated g, exp(cumulated g), q (rows, K); beta (rows); (I + L)^-1 and P (rows, rows).
+        k, g, exp(cumulated g), q (rows, K); beta (rows); (I + L)^-1 and P (rows, rows).
     """
     i_k = tl.arange(0, K)
     c_q = head * K + i_k
@@ -250,13 +257,12 @@ def load_block(
     b_beta = tl.where(m_t, tl.sigmoid(b_beta), 0.0)
     b_q = tl.where(m_t[:, None], b_q, 0.0)
     b_k = tl.where(m_t[:, None], b_k, 0.0)
-    b_cum = tl.cumsum(b_g, axis=0)  # (ROWS, K)
 
     i_r = tl.arange(0, i_t.shape[0])
-    b_kk, b_qk = _pair_products(b_q, b_k, b_cum, i_r, i_t.shape[0], LOWER_BOUND is not None, DOT_PRECISION)
+    b_kk, b_qk, b_cum = _pair_products(b_q, b_k, b_g, i_r, i_t.shape[0], LOWER_BOUND is not None, DOT_PRECISION)
     b_l = tl.where(i_r[:, None] > i_r[None, :], b_kk * b_beta[:, None], 0.0)
     b_p = tl.where(i_r[:, None] >= i_r[None, :], b_qk, 0.0)
-    return b_k, b_g, b_cum, tl.exp(b_cum), b_q, b_beta, _inverse(b_l, i_r, DOT_PRECISION), b_p
+    return b_k, b_g, tl.exp(b_cum), b_q, b_beta, _inverse(b_l, i_r, DOT_PRECISION), b_p
 
 
 @triton.jit
@@ -309,7 +315,7 @@ def verify_kernel(
 
     wait_for_producers(PDL)
     let_consumers_start(PDL)
-    b_k, b_g, _, b_from_start, b_q, b_beta, b_inverse, b_p = load_block(
+    b_k, b_g, b_from_start, b_q, b_beta, b_inverse, b_p = load_block(
         qkv_ptr,
         f_ptr,
         b_ptr,
@@ -433,7 +439,10 @@ def commit_kernel(
     b_k = tl.load(verify_k_ptr + o_rows * K + i_k[None, :], mask=m_r, other=0.0)
     b_u = tl.load(verify_u_ptr + o_rows * V + i_v[None, :], mask=m_r, other=0.0)
     total = tl.sum(b_g, axis=0)
-    b_to_end = tl.exp(tl.minimum(total[None, :] - tl.cumsum(b_g, axis=0), 0.0)) * b_k
+    # The g of all later rows: a sum, never a difference of sums.
+    m_later = ((i_r + 1 < num_rows) & (i_r + 1 < T_MAX))[:, None]
+    b_later = tl.load(verify_g_ptr + (o_rows + H) * K + i_k[None, :], mask=m_later, other=0.0)
+    b_to_end = tl.exp(tl.cumsum(b_later, axis=0, reverse=True)) * b_k
     b_state = b_state * tl.exp(total)[None, :] + tl.dot(tl.trans(b_u), b_to_end, input_precision=DOT_PRECISION)
     tl.store(p_state, b_state)
 
