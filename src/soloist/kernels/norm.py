@@ -4,6 +4,10 @@ import torch
 import torch.nn.functional as F
 
 from soloist.kernels.check import FLOATS, expect, use_reference
+from soloist.kernels.launch import HAS_TRITON
+
+if HAS_TRITON:
+    from soloist.kernels import norm_triton
 
 
 def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -36,7 +40,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     expect(weight, "D", (x.dtype, torch.float32), dims, name="weight")
     if use_reference(x):
         return rms_norm_ref(x, weight, eps)
-    raise NotImplementedError("rms_norm has no CUDA kernel yet: set SOLOIST_REFERENCE=1")
+    return norm_triton.rms_norm_rows(x, weight, eps)
 
 
 def gated_rms_norm_ref(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -67,4 +71,4 @@ def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, ep
     expect(weight, "V", (x.dtype, torch.float32), dims, name="weight")
     if use_reference(x):
         return gated_rms_norm_ref(x, gate, weight, eps)
-    raise NotImplementedError("gated_rms_norm has no CUDA kernel yet: set SOLOIST_REFERENCE=1")
+    return norm_triton.gated_rms_norm_rows(x, gate, weight, eps)
