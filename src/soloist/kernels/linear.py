@@ -298,7 +298,7 @@ def linear(
 
 
 def _is_step(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Say whether a GPU's step kernel takes the product; more rows, other dtypes and wide heads go to cuBLAS."""
+    """Say whether a GPU's step kernel takes the product; more rows, other dtypes, wide heads go to cuBLAS."""
     T, O = x.shape[0], weight.shape[0]
     is_wide = T > MAX_ROWS_OF_WIDE_MAPS and O >= MIN_OUTPUTS_OF_WIDE_MAPS
     return T <= linear_triton.MAX_STEP_TOKENS and x.element_size() == 2 and not is_wide

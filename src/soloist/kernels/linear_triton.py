@@ -60,7 +60,7 @@ class StripSettings:
 
 
 def settings_for(num_outputs: int, *, has_gate: bool = False) -> StripSettings:
-    """Choose how a weight of this many rows is cut: measured on one H200, benchmarks/results/h200/kernels_dense.json."""
+    """Choose how a weight of this many rows is cut, as measured on one H200."""
     # Few outputs give too few programs for the GPU if each takes a whole pair of tiles.
     outputs = 8 if has_gate else 16 if num_outputs >= 4096 else 10
     return StripSettings(warps=4, run=4, tiles=2, ahead=3, outputs=outputs)
