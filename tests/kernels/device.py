@@ -1,4 +1,4 @@
-"""Where the tests of Triton kernels run, a GPU or Triton's interpreter, and what memory holds before a kernel writes it."""
+"""Where tests of Triton kernels run, a GPU or the interpreter, and what memory holds before a kernel writes it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""KDA kernels equal the recurrence at every width and length, for both gates, and touch only the state that is theirs."""
+"""KDA kernels equal the recurrence at every width and length, for both gates, and touch no state but their own."""
 
 from collections.abc import Iterator
 

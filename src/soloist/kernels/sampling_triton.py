@@ -39,14 +39,17 @@ def draw_kernel(probs_ptr, uniforms_ptr, out_ptr, N, BLOCK: tl.constexpr, PDL: t
     threshold = tl.load(uniforms_ptr + t) * total
     before = 0.0
     token = N
+    # Rounded otherwise than the sum, the cumulated law may end below the threshold: then the last token that can be.
+    last = 0
     for start in range(0, N, BLOCK):
         m = start + i < N
         b_probs = tl.load(probs_ptr + t * N + start + i, mask=m, other=0.0)
         b_cdf = before + tl.cumsum(b_probs, axis=0)
         m_past = m & (b_cdf > threshold) & (b_probs > 0.0)
         token = tl.minimum(token, tl.min(tl.where(m_past, start + i, N), axis=0))
+        last = tl.maximum(last, tl.max(tl.where(b_probs > 0.0, start + i, 0), axis=0))
         before += tl.sum(b_probs, axis=0)
-    tl.store(out_ptr + t, tl.minimum(token, N - 1).to(tl.int64))
+    tl.store(out_ptr + t, tl.where(token < N, token, last).to(tl.int64))
 
 
 def uniform(seed: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor:
