@@ -1,4 +1,4 @@
-"""A simulated host with one GPU that writes what PyTorch's profiler would: every figure of a trace is known beforehand."""
+"""A simulated host with one GPU that writes what PyTorch's profiler would: every figure is known beforehand."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

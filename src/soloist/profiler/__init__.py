@@ -3,8 +3,8 @@
 from soloist.profiler.analysis import Analysis, analyse
 from soloist.profiler.guards import HostSyncError, allow_host_sync, assert_returns_early, no_host_sync
 from soloist.profiler.kineto import load_trace, save_trace
+from soloist.profiler.recording import Watch, watch
 from soloist.profiler.report import in_words
-from soloist.profiler.watch import Watch, watch
 
 __all__ = [
     "Analysis",

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from soloist.errors import UsageError
+from soloist.profiler.recording import Capture
 from soloist.profiler.steps import Origin, find_steps
 from soloist.profiler.trace import Trace
-from soloist.profiler.watch import Capture
 
 # Of recording with Python lines, and then without.
 NAMING_S = 1.0
@@ -101,12 +101,16 @@ class Run:
     trace: Trace | None
 
 
-def run_program(program: Program, *, after_s: float = 0.0) -> Run:
-    """Run a program to its end and record its steps.
+def run_program(program: Program, *, after_s: float = 0.0, naming_s: float = NAMING_S, plain_s: float = PLAIN_S) -> Run:
+    """Run a program to its end and record its steps; a recording that shows none is repeated.
 
-    Recording begins when the program has used the GPU for `after_s` seconds, and is repeated until it shows steps.
+    Args:
+        program: to run.
+        after_s: time to let pass from its first use of the GPU.
+        naming_s: time to record with Python lines.
+        plain_s: time to record without them, behind that.
     """
-    recorder = _Recorder(program.name, after_s)
+    recorder = _Recorder(program.name, after_s, naming_s, plain_s)
     saved_argv, saved_path = sys.argv[:], sys.path[:]
     try:
         with recorder:
@@ -145,8 +149,9 @@ def _run(program: Program) -> int:
 class _Recorder:
     """While entered, records the main thread's GPU steps as soon as there are any."""
 
-    def __init__(self, name: str, after_s: float) -> None:
+    def __init__(self, name: str, after_s: float, naming_s: float, plain_s: float) -> None:
         self._name, self._after_s = name, after_s
+        self._naming_s, self._plain_s = naming_s, plain_s
         self.trace: Trace | None = None
         self._capture: Capture | None = None
         self._wanted: Callable[[FrameType | None], None] | None = None
@@ -174,7 +179,8 @@ class _Recorder:
                 return
         pause_s = self._after_s
         while not self._is_over.wait(pause_s):
-            for action, seconds in ((self._start, NAMING_S), (self._stop_lines, PLAIN_S), (self._stop, 0.0)):
+            actions = ((self._start, self._naming_s), (self._stop_lines, self._plain_s), (self._stop, 0.0))
+            for action, seconds in actions:
                 if not self._ask(action) or self._is_over.wait(seconds):
                     return
             if self.trace is not None and self.trace.works and find_steps(self.trace, 8).origin is not Origin.NONE:

@@ -3,6 +3,7 @@
 A trace of ours is such a file too, with the Python stacks beside the events, under a key that viewers skip.
 """
 
+import bisect
 import gzip
 import json
 import re
@@ -25,6 +26,8 @@ _PYTHON_FUNCTION = re.compile(r"^(?P<file>.+)\((?P<line>\d+)\): (?P<function>.+)
 _BUILT_IN = re.compile(r"^<built-in (?:method|function) (?P<function>\w+)")
 # Key of what Chrome traces have no place for.
 _EXTRAS = "soloist"
+# How well two records of one call agree.
+_CLOCK_US = 1.0
 # (start, end, name).
 _Span = tuple[float, float, str]
 
@@ -181,12 +184,18 @@ def _add_unseen_waits(trace: Trace, syncs: list[tuple[str, float, float, int]]) 
     for call in trace.calls:
         num_calls[call.thread] += 1
     known = {call.correlation for call in trace.calls}
+    calls = sorted(trace.calls, key=lambda call: call.start_us)
     for name, start_us, end_us, correlation in syncs:
-        if name in _SYNC_CALLS and correlation not in known and num_calls:
-            thread = max(num_calls, key=lambda thread: num_calls[thread])
-            trace.calls.append(
-                HostCall(name=_SYNC_CALLS[name], start_us=start_us, end_us=end_us, thread=thread, correlation=0)
-            )
+        if name not in _SYNC_CALLS or correlation in known or not calls:
+            continue
+        # The record of a call that is there lies within it.
+        i = bisect.bisect_right(calls, start_us + _CLOCK_US, key=lambda call: call.start_us)
+        if any(call.end_us + _CLOCK_US >= end_us for call in calls[max(0, i - 8) : i]):
+            continue
+        thread = max(num_calls, key=lambda thread: num_calls[thread])
+        trace.calls.append(
+            HostCall(name=_SYNC_CALLS[name], start_us=start_us, end_us=end_us, thread=thread, correlation=0)
+        )
 
 
 # --- our own traces: the same format, with the stacks beside the events

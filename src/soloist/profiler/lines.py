@@ -18,7 +18,7 @@ from soloist.profiler.trace import Frame, Stack
 
 # What a program that is run as a command is called by; the frames below it are not the program's.
 _RUNNER = "<frozen runpy>"
-# Markers beside line numbers, which are positive, and codes, which are negative.
+# Beside lines, which are positive (a line's number plus one: modules begin in line 0), and codes, which are negative.
 _RETURN = 0
 # Records of one thread after which recording ends by itself: some 100 MB.
 MAX_RECORDS = 6_000_000
@@ -52,7 +52,7 @@ class LineRecorder:
             frames.append(frame)
             frame = frame.f_back
         for frame in reversed(frames):
-            lines.push(frame.f_code, frame.f_lineno)
+            lines.push(frame)
             frame.f_trace = lines.on_event
         self._frames = frames
         threading.settrace(self._start_thread)
@@ -103,15 +103,16 @@ class _ThreadLines:
     """The records of one thread."""
 
     def __init__(self) -> None:
-        # Beside each other: Unix time in ns, and a line number, `_RETURN`, or minus one minus the index of a code.
+        # Beside each other: Unix time in ns, and a line, `_RETURN`, or minus one minus the index of a code.
         self.times = array("q")
         self.records = array("q")
         self._codes: list[CodeType] = []
         self._index_of: dict[CodeType, int] = {}
         self.is_on = True
 
-    def push(self, code: CodeType, line: int) -> None:
+    def push(self, frame: FrameType) -> None:
         """Record that a function was entered, and the line it is at."""
+        code = frame.f_code
         index = self._index_of.get(code)
         if index is None:
             index = self._index_of[code] = len(self._codes)
@@ -120,14 +121,14 @@ class _ThreadLines:
         self.times.append(now)
         self.records.append(-1 - index)
         self.times.append(now)
-        self.records.append(line)
+        self.records.append((frame.f_lineno or 0) + 1)
 
     def on_call(self, frame: FrameType, event: str, arg: Any) -> Any:
         """Be called by Python for every new frame."""
         if not self.is_on or len(self.times) > MAX_RECORDS:
             sys.settrace(None)
             return None
-        self.push(frame.f_code, frame.f_lineno)
+        self.push(frame)
         return self.on_event
 
     def on_event(self, frame: FrameType, event: str, arg: Any) -> Any:
@@ -137,7 +138,7 @@ class _ThreadLines:
             return None
         if event == "line":
             self.times.append(time.time_ns())
-            self.records.append(frame.f_lineno)
+            self.records.append(frame.f_lineno + 1)
         elif event == "return":
             self.times.append(time.time_ns())
             self.records.append(_RETURN)
@@ -158,10 +159,12 @@ class _ThreadLines:
                     if frames:
                         frames.pop()
                 elif frames:
-                    frames[-1][1] = record
+                    frames[-1][1] = record - 1
                 i += 1
             stack = []
             for code, line in reversed(frames):
+                if code.co_filename == _RUNNER:
+                    break
                 if (code, line) not in known:
                     known[code, line] = _frame(code, line)
                 stack.append(known[code, line])

@@ -1,0 +1,15 @@
+"""Waits for everything, two functions deep."""
+
+import torch
+from gpu_work import Work, steps
+
+
+class Timer:
+    def stop(self) -> None:
+        torch.cuda.synchronize()  # fault
+
+
+work, timer = Work(), Timer()
+for _ in steps():
+    work.step()
+    timer.stop()

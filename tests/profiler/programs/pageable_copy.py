@@ -1,0 +1,10 @@
+"""Copies with non_blocking=True to memory that is not pinned, which blocks all the same."""
+
+import torch
+from gpu_work import Work, steps
+
+work = Work()
+host = torch.empty(3072, dtype=torch.bfloat16)
+for _ in steps():
+    work.step()
+    host.copy_(work.hidden[0], non_blocking=True)  # fault
