@@ -292,7 +292,7 @@ def linear(
     if use_reference(x):
         return linear_ref(x, weight, bias, out_dtype=out_dtype)
     if _is_step(x, weight):
-        settings = linear_triton.settings_for(weight.shape[0])
+        settings = linear_triton.settings_for(*weight.shape)
         return linear_triton.linear_step(x, None, 0.0, weight, bias, None, out_dtype or x.dtype, settings)
     return _matrix_product(x, weight, bias, out_dtype)
 
@@ -337,7 +337,7 @@ def norm_linear(
         out_dtype: dtype of the result; None: that of `x`.
 
     Returns:
-        (T, O): fp32 sums. The normalised row is rounded to the dtype of `x`; in a GPU's step x * norm_weight is, and the
+        (T, O): fp32 sums. The normalised row is rounded to the dtype of `x`; on a GPU x * norm_weight is, and the
         norm's scale is applied to the sum.
     """
     expect(norm_weight, "D", (x.dtype, torch.float32), {"D": x.shape[1]}, name="norm_weight")
@@ -346,7 +346,7 @@ def norm_linear(
     assert isinstance(weight, torch.Tensor), "packed weights are for the CPU"
     if _is_step(x, weight):
         expect(weight, "O D", x.dtype, {"D": x.shape[1]}, name="weight")
-        settings = linear_triton.settings_for(weight.shape[0])
+        settings = linear_triton.settings_for(*weight.shape)
         return linear_triton.linear_step(x, norm_weight, eps, weight, bias, None, out_dtype or x.dtype, settings)
     return linear(rms_norm(x, norm_weight, eps), weight, bias, out_dtype=out_dtype)
 
@@ -371,7 +371,7 @@ def norm_swiglu(
     Source: Shazeer 2020 (arXiv 2002.05202), equation 6; the limit as Ling-3.0 was trained with.
     """
     if not use_reference(x) and isinstance(gate_up, torch.Tensor) and _is_step(x, gate_up):
-        settings = linear_triton.settings_for(gate_up.shape[0], has_gate=True)
+        settings = linear_triton.settings_for(*gate_up.shape, has_gate=True)
         return linear_triton.swiglu_step(x, norm_weight, eps, gate_up, limit, settings)
     gate, up = norm_linear(x, norm_weight, eps, gate_up).float().chunk(2, dim=-1)  # (T, F) each
     gate = F.silu(gate)
@@ -395,6 +395,6 @@ def linear_residual(x: torch.Tensor, weight: Weight, residual: torch.Tensor) -> 
     """
     expect(residual, "T D", x.dtype, {"T": x.shape[0], "D": weight.shape[0]}, name="residual")
     if not use_reference(x) and isinstance(weight, torch.Tensor) and _is_step(x, weight):
-        settings = linear_triton.settings_for(weight.shape[0])
+        settings = linear_triton.settings_for(*weight.shape)
         return linear_triton.linear_step(x, None, 0.0, weight, None, residual, x.dtype, settings)
     return residual + linear(x, weight)

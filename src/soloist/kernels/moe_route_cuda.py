@@ -20,7 +20,7 @@ constexpr int LANES = 32;
 constexpr int PER_LANE = NUM_EXPERTS / LANES;
 constexpr int LANES_PER_GROUP = LANES / NUM_GROUPS;
 constexpr unsigned FULL = 0xffffffffu;
-constexpr float LOWEST = -__builtin_huge_valf();
+#define LOWEST __int_as_float(0xff800000)
 
 __device__ float to_float(unsigned short bits) { return __uint_as_float(unsigned(bits) << 16); }
 
