@@ -352,6 +352,20 @@ def test_a_step_of_fewer_rows_is_followed_too(folder, target):
     assert bench.propose() == greedy_walk(bench)
 
 
+def test_the_context_is_as_long_as_the_targets(folder, target):
+    # Who measures steps sets the target back between them, and tells the drafter nothing.
+    bench = Bench(folder, target)
+    bench.begin(pending=4)
+    bench.prefill(9, 64)
+    bench.propose()
+    bench.commit(4)
+    bench.context_len.fill_(6)
+    assert bench.propose() == greedy_walk(bench)
+    bench.commit(2)
+    assert int(bench.drafter.buffers.context_len) == 8
+    assert bench.propose() == greedy_walk(bench)
+
+
 # --- random drafts and published sizes ---
 
 

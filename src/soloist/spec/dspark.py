@@ -120,6 +120,7 @@ class DSpark(Drafter):
     def propose(self, buffers: StepBuffers, context_len: torch.Tensor) -> None:
         own, model = self.buffers, self.model
         num_drafts = self.max_drafts if self.is_fixed_shape else int(buffers.width) - 1
+        # The target's length counts, whatever was restored or measured in between.
         own.context_len.copy_(context_len)
         if num_drafts < 1:
             return
