@@ -38,7 +38,7 @@ def _compile(source: str, name: str, definitions: tuple[tuple[str, str], ...], c
     if int(status) != 0:
         log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
         _check(nvrtc.nvrtcGetProgramLog(program, log))
-        raise AssertionError(f"{name} does not compile:\n{log.decode(errors="replace").rstrip(chr(0))}")
+        raise AssertionError(f"{name} does not compile:\n{log.decode(errors='replace')}")
     cubin = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
     _check(nvrtc.nvrtcGetCUBIN(program, cubin))
     return cubin
