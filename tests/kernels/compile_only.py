@@ -1,7 +1,7 @@
 """Compile what a launcher would launch, for a GPU that is not there, and read the machine code.
 
-Triton's wheel brings ptxas, cuobjdump and nvdisasm. The interpreter and the compiler exclude each other within a process, so a
-test file that compiles runs itself again: see `run_without_interpreter`.
+Triton's wheel brings ptxas, cuobjdump and nvdisasm. The interpreter and the compiler exclude each other within a
+process, so a test file that compiles runs itself again: see `run_without_interpreter`.
 """
 
 import json
@@ -69,7 +69,7 @@ def _read(name: str, cubin: bytes) -> Compiled:
 
 @contextmanager
 def compiling(arch: int) -> Iterator[list[Compiled]]:
-    """Let launches on CPU tensors compile for compute capability `arch` (90 for 9.0) instead of running; collect the kernels."""
+    """Let launches on CPU tensors compile for an `arch`, 90 for sm_90, instead of running; collect the kernels."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction

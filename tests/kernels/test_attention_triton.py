@@ -5,20 +5,18 @@ import torch
 
 pytest.importorskip("triton")
 
-from soloist.kernels import attention_triton
+from soloist.kernels import attention, attention_triton
 from soloist.kernels.attention import attention_ref
 from soloist.kernels.launch import IS_INTERPRETED
 from soloist.kernels.rotary import make_rotary_table
+from tests.kernels.device import DEVICE, DTYPE, launch_kernels
 from tests.kernels.limits import Limit, assert_near
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# The interpreter truncates to bf16 where hardware rounds to nearest, so there everything is fp32.
-DTYPE = torch.float32 if IS_INTERPRETED else torch.bfloat16
 # Queries, keys and softmax weights are rounded on the way: three times what one rounding of the result costs.
 LIMIT = {torch.float32: Limit(rms=1e-6, worst_row=1e-5), torch.bfloat16: Limit(rms=6e-3, worst_row=1.5e-2)}[DTYPE]
 EPS = 1e-6
 S = 150
-STEP = attention_triton.SplitSettings(splits=4, warps=2, ahead=1)
+STEP = attention_triton.SplitSettings(splits=4, block_s=16, warps=4)
 
 
 class Case:
@@ -42,7 +40,7 @@ class Case:
             [torch.rand(K, device=DEVICE).add(0.5).to(DTYPE) for _ in range(2)] if has_norm else (None, None)
         )
 
-    def run(self, launch, *settings) -> torch.Tensor:
+    def run(self, launch, *settings, limit: Limit = LIMIT) -> torch.Tensor:
         """Compare output and caches with the reference."""
         k_ref, v_ref = self.k_cache.clone(), self.v_cache.clone()
         heads = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
@@ -66,25 +64,24 @@ class Case:
             EPS,
             *settings,
         )
-        assert_near(out, ref, LIMIT)
+        assert_near(out, ref, limit)
         new = slice(self.start, self.start + self.T)
         assert torch.equal(self.v_cache, v_ref)
-        assert_near(self.k_cache[:, new], k_ref[:, new], LIMIT)
+        assert_near(self.k_cache[:, new], k_ref[:, new], limit)
         for cache, old in zip((self.k_cache, self.v_cache), before, strict=True):
             cache[:, new] = old[:, new]
             assert torch.equal(cache, old), "a row outside the step was written"
         return out
 
 
-@pytest.mark.parametrize("T", [1, 2, 5, 16])
-@pytest.mark.parametrize("context_len", [0, 1, 16, 61, 130])
+@pytest.mark.parametrize(("T", "context_len"), [(1, 0), (2, 1), (5, 16), (1, 61), (16, 61), (5, 130), (16, 134)])
 def test_step_equals_its_reference(T: int, context_len: int):
     Case(T, context_len, has_norm=T != 2).run(attention_triton.attend_step, STEP)
 
 
 @pytest.mark.parametrize(("H", "G", "K"), [(3, 3, 64), (8, 1, 128), (7, 1, 64)])
 def test_step_folds_any_group_of_heads(H: int, G: int, K: int):
-    settings = attention_triton.SplitSettings(splits=2, warps=4, ahead=2)
+    settings = attention_triton.SplitSettings(splits=2, block_s=32, warps=4, stages=1)
     Case(3, 77, H=H, G=G, K=K).run(attention_triton.attend_step, settings)
 
 
@@ -107,3 +104,22 @@ def test_step_gives_the_same_bits_every_time():
     first = Case(9, 140).run(attention_triton.attend_step, STEP)
     for _ in range(1 if IS_INTERPRETED else 20):
         assert torch.equal(Case(9, 140).run(attention_triton.attend_step, STEP), first)
+
+
+@pytest.mark.parametrize(("T", "form"), [(16, "attend_step"), (17, "attend_prompt")])
+def test_launcher_takes_the_form_for_the_width(monkeypatch: pytest.MonkeyPatch, T: int, form: str):
+    launch_kernels(monkeypatch, attention)
+    case, taken = Case(T, 45), []
+    run = getattr(attention_triton, form)
+    monkeypatch.setattr(attention_triton, form, lambda *args: taken.append(form) or run(*args))
+    for name in ("qkv", "k_cache", "v_cache", "q_norm", "k_norm"):
+        setattr(case, name, getattr(case, name).bfloat16())
+
+    def launch(qkv, k_cache, v_cache, context_len, cos, sin, num_heads, q_norm, k_norm, eps):
+        heads = {"num_heads": num_heads, "num_kv_heads": case.num_kv_heads}
+        norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps}
+        return attention.attention(qkv, k_cache, v_cache, context_len, cos, sin, **heads, **norms)
+
+    # The interpreter truncates to bf16, several times.
+    case.run(launch, limit=Limit(rms=3e-2, worst_row=6e-2))
+    assert taken == [form]

@@ -4,7 +4,11 @@ import torch
 import torch.nn.functional as F
 
 from soloist.kernels.check import FLOATS, expect, use_reference, use_reference_everywhere
+from soloist.kernels.launch import HAS_TRITON
 from soloist.kernels.rotary import apply_rotary_ref
+
+if HAS_TRITON:
+    from soloist.kernels import attention_triton
 
 # Queries that attend at a time, so that no mask or score grows with the square of a long prompt.
 QUERY_BLOCK = 256
@@ -161,4 +165,11 @@ def attention(
             k_norm=k_norm,
             eps=eps,
         )
-    raise NotImplementedError("attention has no CUDA kernel yet: set SOLOIST_REFERENCE=1")
+    K = dims["K"]
+    assert qkv.element_size() == 2 and K >= 32 and K & (K - 1) == 0, (
+        f"a GPU attends in bf16 or fp16 to heads of 32, 64, 128 or 256, not in {qkv.dtype} to {K}: SOLOIST_REFERENCE=1"
+    )
+    args = (qkv, k_cache, v_cache, context_len, cos, sin, num_heads, q_norm, k_norm, eps)
+    if dims["T"] <= attention_triton.MAX_STEP_TOKENS:
+        return attention_triton.attend_step(*args, attention_triton.settings_for(num_kv_heads))
+    return attention_triton.attend_prompt(*args)

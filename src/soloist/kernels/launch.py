@@ -3,10 +3,11 @@
 Owns the one place where Triton is imported as optional (CPU installs do not have it), the switch for programmatic
 dependent launch (PDL) and the zeroed counters that last-arriver combines use.
 
-A kernel of a step takes a constexpr `PDL` and calls `wait_for_producers(PDL)` before it reads anything that the kernel
-before it wrote, then `let_consumers_start(PDL)`. Every kernel waits, so whatever was written two launches earlier is
-complete when a kernel
-starts: weights, and state of the previous step, may be read before the wait.
+A kernel of a step takes a constexpr `PDL` and calls `wait_for_producers(PDL)` before it reads anything that a kernel of
+this step wrote, then `let_consumers_start(PDL)`. Weights, and state of the previous step, may be read before the wait.
+A kernel that reads nothing but weights before its wait may let consumers start first, so that their weights come early
+as well. When a kernel starts, everything is complete that was written before the last launch that waited first, or that
+was no dependent launch at all, as a step's embedding.
 
 Source: CUDA programming guide, programmatic dependent launch; PTX `griddepcontrol`.
 """

@@ -4,7 +4,8 @@ One program computes a strip of outputs for all tokens and reads each weight onc
 through shared memory: a lane's 16-byte load of 8 neighbouring inputs of one weight row is, as it stands, its fragment
 of two 16x8x16 tensor-core products. That holds because a product does not care in which order its inner index runs, as
 long as weights and tokens agree; `_as_rows` and `_as_columns` spell that order out as reshapes and permutations that
-move no data. Warps split the inputs and add up at the end. The first chunks of weights are loaded before the wait.
+move no data. Warps split the inputs and add up at the end. The first chunks of weights are loaded before the wait, and
+since nothing else is, consumers may start before it too: their own weights are then on the way while this one runs.
 
 Weight tiles are (8, WARPS, RUN, TILES, 32): row within a tile, warp, piece of the warp's run, tile, input within the
 piece. Token tiles have 1 or 2 HALVES of 8 tokens in place of TILES. With the axes in this order Triton gives a lane
@@ -53,16 +54,19 @@ class StripSettings:
     outputs: int
     # Programs that share one strip's inputs.
     splits: int = 1
-    # The strip this many ahead is brought into the L2 while its own is worked on; 0: the rest of its own; None: none.
-    prefetch: int | None = None
     # Registers a thread may use; None: as many as the compiler likes.
     max_registers: int | None = None
 
 
-def settings_for(num_outputs: int, *, has_gate: bool = False) -> StripSettings:
-    """Choose how a weight of this many rows is cut, as measured on one H200."""
-    # Few outputs give too few programs for the GPU if each takes a whole pair of tiles.
-    outputs = 8 if has_gate else 16 if num_outputs >= 4096 else 10
+def settings_for(num_outputs: int, num_inputs: int, *, has_gate: bool = False) -> StripSettings:
+    """Choose how a weight of this shape is cut: measured on one H200, `docs/log.md`."""
+    if has_gate:
+        return StripSettings(warps=4, run=4, tiles=2, ahead=3, outputs=8)
+    if num_inputs > 4096:
+        # Long rows: two programs to a multiprocessor, most of their weights on the way at once.
+        return StripSettings(warps=4, run=4, tiles=1, ahead=6, outputs=min(max(triton.cdiv(num_outputs, 256), 1), 8))
+    # Between one and two programs to a multiprocessor some would work twice as long as others.
+    outputs = 10 if 2112 < num_outputs < 4096 else 16
     return StripSettings(warps=4, run=4, tiles=2, ahead=3, outputs=outputs)
 
 
@@ -127,13 +131,6 @@ def prefetch(ptr, num_bytes, INTERPRETED: tl.constexpr):
             is_pure=False,
             pack=1,
         )
-
-
-@triton.jit
-def _prefetch_weights(w_ptr, first_row, num_rows, end_row, I: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Bring rows first_row..first_row + num_rows - 1 before end_row of a weight into the L2."""
-    row_bytes: tl.constexpr = I * w_ptr.dtype.element_ty.primitive_bitwidth // 8
-    prefetch(w_ptr + first_row.to(tl.int64) * I, tl.minimum(num_rows, end_row - first_row) * row_bytes, INTERPRETED)
 
 
 @triton.jit
@@ -213,13 +210,13 @@ def _product(
     return b_y
 
 
-@triton.jit(do_not_specialize=["T", "ROWS", "distance"])
+@triton.jit(do_not_specialize=["T", "ROWS"])
 def linear_kernel(
     x_ptr, x_stride_t, norm_ptr, eps, w_ptr, bias_ptr, residual_ptr, y_ptr, partial_ptr, counter_ptr,
-    T, O, ROWS, distance,
+    T, O, ROWS,
     I: tl.constexpr, CHUNKS: tl.constexpr, IS_RAGGED: tl.constexpr,
     WARPS: tl.constexpr, RUN: tl.constexpr, TILES: tl.constexpr, HALVES: tl.constexpr, AHEAD: tl.constexpr,
-    SPLITS: tl.constexpr, PREFETCHES: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y = residual + norm(x) W^T + bias for ROWS <= 8 * TILES outputs; norm, bias and residual may be None.
 
@@ -234,13 +231,8 @@ def linear_kernel(
     first = split * (CHUNKS * PIECE * RUN * WARPS)
     weights = _load_ahead(w_ptr, i_w, m_w, first, I, CHUNKS, IS_RAGGED, WARPS, RUN, AHEAD)
     _prefetch_norm(norm_ptr, strip, I, INTERPRETED)
-    if PREFETCHES:
-        share = split * ROWS // SPLITS
-        _prefetch_weights(
-            w_ptr, (strip + distance) * ROWS + share, (split + 1) * ROWS // SPLITS - share, O, I, INTERPRETED
-        )
-    wait_for_producers(PDL)
     let_consumers_start(PDL)
+    wait_for_producers(PDL)
     b_y = _product(
         x_ptr, x_stride_t, norm_ptr, eps, w_ptr, weights, i_w, m_w, T, first,
         I, CHUNKS, IS_RAGGED, WARPS, RUN, TILES, HALVES, AHEAD, INTERPRETED,
@@ -265,12 +257,12 @@ def linear_kernel(
     tl.store(y_ptr + o_y, b_y.to(y_ptr.dtype.element_ty), mask=m_y)
 
 
-@triton.jit(do_not_specialize=["T", "ROWS", "distance"])
+@triton.jit(do_not_specialize=["T", "ROWS"])
 def swiglu_kernel(
-    x_ptr, x_stride_t, norm_ptr, eps, w_ptr, y_ptr, T, F, ROWS, distance,
+    x_ptr, x_stride_t, norm_ptr, eps, w_ptr, y_ptr, T, F, ROWS,
     I: tl.constexpr, CHUNKS: tl.constexpr, IS_RAGGED: tl.constexpr,
     WARPS: tl.constexpr, RUN: tl.constexpr, TILES: tl.constexpr, HALVES: tl.constexpr, AHEAD: tl.constexpr,
-    LIMIT: tl.constexpr, PREFETCHES: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    LIMIT: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y = silu(g) * u with [g u] = norm(x) W^T for ROWS <= 4 * TILES outputs. Grid: (F / ROWS,)."""
     strip = tl.program_id(0)
@@ -282,11 +274,8 @@ def swiglu_kernel(
     i_w += F * (i_tile // (TILES // 2))
     weights = _load_ahead(w_ptr, i_w, m_w, 0, I, CHUNKS, IS_RAGGED, WARPS, RUN, AHEAD)
     _prefetch_norm(norm_ptr, strip, I, INTERPRETED)
-    if PREFETCHES:
-        _prefetch_weights(w_ptr, (strip + distance) * ROWS, ROWS, F, I, INTERPRETED)
-        _prefetch_weights(w_ptr, F + (strip + distance) * ROWS, ROWS, 2 * F, I, INTERPRETED)
-    wait_for_producers(PDL)
     let_consumers_start(PDL)
+    wait_for_producers(PDL)
     b_gu = _product(
         x_ptr, x_stride_t, norm_ptr, eps, w_ptr, weights, i_w, m_w, T, 0,
         I, CHUNKS, IS_RAGGED, WARPS, RUN, TILES, HALVES, AHEAD, INTERPRETED,
@@ -303,12 +292,12 @@ def swiglu_kernel(
     tl.store(y_ptr + i_t * F + i_o, (b_gate * b_up).to(y_ptr.dtype.element_ty), mask=m_y)
 
 
-@triton.jit(do_not_specialize=["T", "ROWS", "distance"])
+@triton.jit(do_not_specialize=["T", "ROWS"])
 def argmax_kernel(
-    x_ptr, x_stride_t, norm_ptr, eps, w_ptr, best_ptr, id_ptr, T, O, ROWS, distance,
+    x_ptr, x_stride_t, norm_ptr, eps, w_ptr, best_ptr, id_ptr, T, O, ROWS,
     I: tl.constexpr, CHUNKS: tl.constexpr, IS_RAGGED: tl.constexpr,
     WARPS: tl.constexpr, RUN: tl.constexpr, TILES: tl.constexpr, HALVES: tl.constexpr, AHEAD: tl.constexpr,
-    PREFETCHES: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Largest of ROWS logits of each token, and its lowest id, to best and id (16, strips). Grid: (O / ROWS,)."""
     strip = tl.program_id(0)
@@ -317,10 +306,8 @@ def argmax_kernel(
     m_w = (i_r < ROWS) & (i_w < O)
     weights = _load_ahead(w_ptr, i_w, m_w, 0, I, CHUNKS, IS_RAGGED, WARPS, RUN, AHEAD)
     _prefetch_norm(norm_ptr, strip, I, INTERPRETED)
-    if PREFETCHES:
-        _prefetch_weights(w_ptr, (strip + distance) * ROWS, ROWS, O, I, INTERPRETED)
-    wait_for_producers(PDL)
     let_consumers_start(PDL)
+    wait_for_producers(PDL)
     b_y = _product(
         x_ptr, x_stride_t, norm_ptr, eps, w_ptr, weights, i_w, m_w, T, 0,
         I, CHUNKS, IS_RAGGED, WARPS, RUN, TILES, HALVES, AHEAD, INTERPRETED,
@@ -364,7 +351,6 @@ def _tile_arguments(num_tokens: int, num_inputs: int, settings: StripSettings) -
         "TILES": settings.tiles,
         "HALVES": 1 if num_tokens <= 8 else 2,
         "AHEAD": settings.ahead,
-        "PREFETCHES": settings.prefetch is not None,
         "INTERPRETED": IS_INTERPRETED,
         "num_warps": settings.warps,
         "maxnreg": settings.max_registers,
@@ -394,7 +380,6 @@ def linear_step(
         counters = arrival_counters(x.device)
     linear_kernel[strips, splits](
         x, x.stride(0), norm_weight, eps, weight, bias, residual, y, partial, counters, T, O, settings.outputs,
-        settings.prefetch or 0,
         SPLITS=splits, **_tile_arguments(T, weight.shape[1], settings),
     )  # fmt: skip
     return y
@@ -412,7 +397,7 @@ def swiglu_step(
     T, F = x.shape[0], gate_up.shape[0] // 2
     y = torch.empty((T, F), dtype=x.dtype, device=x.device)
     swiglu_kernel[triton.cdiv(F, settings.outputs),](
-        x, x.stride(0), norm_weight, eps, gate_up, y, T, F, settings.outputs, settings.prefetch or 0,
+        x, x.stride(0), norm_weight, eps, gate_up, y, T, F, settings.outputs,
         LIMIT=limit, **_tile_arguments(T, gate_up.shape[1], settings),
     )  # fmt: skip
     return y
@@ -433,11 +418,11 @@ def argmax_step(
     best_id = torch.empty((T, strips), dtype=torch.int32, device=x.device)
     argmax_kernel[strips,](
         x, x.stride(0), norm_weight, eps, weight, best, best_id, T, vocab_size, settings.outputs,
-        settings.prefetch or 0,
         **_tile_arguments(T, weight.shape[1], settings),
     )  # fmt: skip
     logits = torch.empty(T, dtype=torch.float32, device=x.device)
     ids = torch.empty(T, dtype=torch.int64, device=x.device)
     block = triton.next_power_of_2(strips)
-    best_strip_kernel[T,](best, best_id, logits, ids, strips, BLOCK=block, num_warps=8, **pdl_options())
+    warps = 16 if block > 4096 else 8
+    best_strip_kernel[T,](best, best_id, logits, ids, strips, BLOCK=block, num_warps=warps, **pdl_options())
     return ids, logits
