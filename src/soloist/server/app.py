@@ -14,7 +14,12 @@ from soloist.errors import SoloistError
 from soloist.llm import LLM
 from soloist.server.api.chat import chat_routes
 from soloist.server.api.completions import completion_routes
+from soloist.server.api.messages import message_routes
+from soloist.server.api.native import native_routes
+from soloist.server.api.page import page_routes
+from soloist.server.api.responses import responses_routes
 from soloist.server.api.state import state_routes
+from soloist.server.api.tokens import token_routes
 from soloist.server.failures import failure_of
 from soloist.server.security import BodyTooLarge, Gate
 from soloist.server.service import Service
@@ -56,8 +61,17 @@ def make_api(service: Service) -> FastAPI:
     api = FastAPI(
         title="Soloist", version=soloist.__version__, lifespan=lifespan, docs_url=None, redoc_url=None, debug=False
     )
-    for routes in (chat_routes, completion_routes, state_routes):
+    for routes in (
+        chat_routes,
+        completion_routes,
+        message_routes,
+        responses_routes,
+        native_routes,
+        token_routes,
+        state_routes,
+    ):
         api.include_router(routes(service))
+    api.include_router(page_routes())
 
     async def refuse(request: Request, error: Exception) -> Response:
         if isinstance(error, ClientGone):

@@ -136,6 +136,10 @@ class Reply:
                 answer.add(part)
         return answer
 
+    def cancel(self) -> None:
+        """End the work within one step; the last part then says so."""
+        self._job.cancel()
+
     @property
     def is_complete(self) -> bool:
         """Whether the last part was given."""

@@ -291,7 +291,7 @@ class XmlArgumentsParser(_XmlParser):
             return None
         at, mark = min(places)
         name = self._held[:at].strip()
-        if not name or any(char in name for char in "<>{}\n"):
+        if not re.fullmatch(r"[\w.:/-]+", name):
             self._taken += self._held[: at + len(mark)]
             self._held = self._held[at + len(mark) :]
             return self._give_up()

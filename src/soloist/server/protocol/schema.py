@@ -26,7 +26,7 @@ class Schema(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _only_known_fields(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
+        if not isinstance(data, dict) or cls.model_config.get("extra") == "allow":
             return data
         known = set(cls.model_fields) | {f.alias for f in cls.model_fields.values() if f.alias}
         for name in data:
