@@ -1,8 +1,7 @@
 """The router's choice in CUDA C++: one program, one warp per token; the equations are in `kernels/moe.py`.
 
 A warp holds a token's E scores in registers, lane l the experts l*E/32 and up, so a group of experts is a run of lanes
-and every maximum is a few exchanges within the warp. While the logits are still being made, the program normalises the
-rows that the experts will read.
+and every maximum is a few exchanges within the warp. The program also normalises the rows that the experts will read.
 """
 
 from typing import NamedTuple, Protocol
@@ -36,10 +35,18 @@ route(const unsigned short* x, const unsigned short* norm_weight, float eps, int
     __shared__ unsigned active[LANES];
     if (threadIdx.x < LANES) active[threadIdx.x] = 0;
 
-    // x was complete before the logits' kernel read it, so this needs no wait. Rows past T are zero.
+    float add[PER_LANE];
+    for (int j = 0; j < PER_LANE; ++j) add[j] = bias[lane * PER_LANE + j];
+#ifdef HAS_PDL
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+
+    // With up to 8 tokens the warps that normalise are not those that choose. Rows past T are zero.
+    const int row = MAX_ROWS - 1 - t;
     float sum = 0.f;
-    const uint2* p_x = (const uint2*)(x + (size_t)t * HIDDEN);
-    if (t < T)
+    const uint2* p_x = (const uint2*)(x + (size_t)row * HIDDEN);
+    if (row < T)
         for (int i = lane; i < HIDDEN / 4; i += LANES) {
             uint2 four = p_x[i];
             float a = to_float(four.x & 0xffff), b = to_float(four.x >> 16);
@@ -49,22 +56,16 @@ route(const unsigned short* x, const unsigned short* norm_weight, float eps, int
     for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(FULL, sum, o);
     const float scale = rsqrtf(sum / HIDDEN + eps);
     const uint2* p_norm = (const uint2*)norm_weight;
-    uint2* p_h = (uint2*)(h + (size_t)t * HIDDEN);
+    uint2* p_h = (uint2*)(h + (size_t)row * HIDDEN);
     for (int i = lane; i < HIDDEN / 4; i += LANES) {
-        uint2 four = t < T ? p_x[i] : make_uint2(0, 0), w = p_norm[i], y;
+        uint2 four = row < T ? p_x[i] : make_uint2(0, 0), w = p_norm[i], y;
         y.x = to_bf16(to_float(four.x & 0xffff) * scale * to_float(w.x & 0xffff)) |
               (unsigned)to_bf16(to_float(four.x >> 16) * scale * to_float(w.x >> 16)) << 16;
         y.y = to_bf16(to_float(four.y & 0xffff) * scale * to_float(w.y & 0xffff)) |
               (unsigned)to_bf16(to_float(four.y >> 16) * scale * to_float(w.y >> 16)) << 16;
         p_h[i] = y;
     }
-    float add[PER_LANE];
-    for (int j = 0; j < PER_LANE; ++j) add[j] = bias[lane * PER_LANE + j];
 
-#ifdef HAS_PDL
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
     const int num_tokens = width ? min(T, *width) : T;
     float score[PER_LANE], biased[PER_LANE];
     float first = LOWEST, second = LOWEST;
@@ -210,7 +211,7 @@ def route(
     """Choose experts, list slots and normalise the rows.
 
     Args:
-        x: (T, D) bf16, T <= 16; complete before the kernel that makes `logits` started.
+        x: (T, D) bf16, T <= 16.
         norm_weight: (D) bf16.
         eps: of the norm.
         logits: (T, E) fp32, E a multiple of 32 up to 1024.
