@@ -12,10 +12,9 @@ import math
 import multiprocessing
 import os
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from soloist.kernels import attention_triton, linear_triton
 from soloist.kernels.attention_triton import SplitSettings
-from soloist.kernels.launch import let_consumers_start, pdl_options, programmatic_launch, wait_for_producers
+from soloist.kernels.launch import programmatic_launch
 from soloist.kernels.linear_triton import StripSettings
 
 WIDTHS = (1, 2, 4, 8, 9, 16)
@@ -63,115 +62,54 @@ class Problem:
         return max(1, math.ceil(COLD_BYTES / self.weight_bytes))
 
 
-def strips(*rows: tuple[int, ...]) -> tuple[StripSettings, ...]:
-    """Settings from (warps, run, tiles, ahead, outputs[, splits[, max_registers]])."""
-    names = ("warps", "run", "tiles", "ahead", "outputs", "splits", "max_registers")
-    return tuple(StripSettings(**dict(zip(names, row, strict=False))) for row in rows)
-
-
 def make_problem(name: str, kind: str, O: int, I: int, *rows: tuple[int, ...]) -> Problem:
-    first, *others = strips(*rows)
-    return Problem(name=name, kind=kind, O=O, I=I, settings=first, others=tuple(others))
+    """Take the settings in use, and others as (warps, run, tiles, ahead, outputs[, splits])."""
+    names = ("warps", "run", "tiles", "ahead", "outputs", "splits")
+    others = tuple(StripSettings(**dict(zip(names, row, strict=False))) for row in rows)
+    settings = linear_triton.settings_for(O, I, has_gate=kind == "swiglu")
+    return Problem(name=name, kind=kind, O=O, I=I, settings=settings, others=others)
 
 
 QWEN_HEADS, QWEN_GROUPS, HEAD_DIM, QWEN_LAYERS = 12, 2, 128, 28
-# The first settings are the ones to beat.
 PROBLEMS = (
     make_problem(
-        "qwen qkv", "norm", 2048, 1536,
-        (8, 2, 2, 3, 16), (4, 4, 2, 3, 16), (8, 2, 1, 3, 8), (4, 4, 1, 3, 8), (16, 1, 2, 3, 16), (16, 1, 1, 3, 8),
-        (4, 2, 1, 6, 8), (8, 1, 2, 6, 16), (4, 2, 2, 3, 16), (8, 2, 2, 1, 16),
+        "qwen qkv", "norm", 2048, 1536, (4, 4, 1, 3, 8), (8, 2, 1, 3, 8), (8, 2, 2, 3, 16), (4, 4, 2, 1, 16)
     ),
     make_problem(
-        "qwen o", "residual", 1536, 1536,
-        (8, 2, 2, 3, 12), (8, 2, 2, 3, 16), (8, 2, 1, 3, 8), (4, 4, 1, 3, 8), (4, 4, 2, 3, 12), (16, 1, 2, 3, 12),
-        (16, 1, 1, 3, 8), (8, 1, 4, 3, 24, 2), (4, 2, 4, 3, 24, 2), (16, 1, 1, 3, 6),
+        "qwen o", "residual", 1536, 1536, (4, 4, 2, 3, 12), (8, 2, 2, 3, 16), (4, 4, 1, 3, 8), (4, 4, 2, 1, 16)
     ),
     make_problem(
-        "qwen gate_up", "swiglu", 17920, 1536,
-        (4, 4, 2, 3, 8), (4, 4, 2, 1, 8), (4, 4, 4, 1, 16), (4, 4, 4, 2, 16), (8, 2, 2, 3, 8), (8, 2, 4, 2, 16),
-        (4, 2, 4, 3, 16), (4, 2, 8, 1, 32), (2, 8, 2, 2, 8), (2, 8, 4, 1, 16), (4, 4, 4, 2, 16, 1, 128),
-        (4, 4, 2, 3, 8, 1, 128), (2, 4, 2, 3, 8), (8, 2, 8, 1, 32), (8, 2, 8, 2, 17), (4, 4, 8, 1, 32),
+        "qwen gate_up", "swiglu", 17920, 1536, (4, 4, 2, 1, 8), (4, 4, 4, 1, 16), (2, 8, 4, 1, 16), (4, 2, 2, 4, 8)
     ),
     make_problem(
-        "qwen down", "residual", 1536, 8960,
-        (8, 2, 2, 3, 12), (16, 1, 2, 3, 12), (16, 2, 2, 2, 12), (8, 4, 2, 2, 12), (8, 2, 1, 4, 8), (16, 1, 1, 4, 6),
-        (8, 2, 2, 3, 16, 2), (8, 2, 2, 3, 12, 2), (4, 4, 2, 3, 12, 2), (8, 2, 4, 2, 24, 2), (8, 2, 4, 2, 32, 3),
-        (8, 2, 4, 2, 24, 4), (16, 1, 4, 2, 24, 2), (4, 4, 1, 4, 6), (8, 2, 2, 3, 12, 1, 128), (4, 2, 2, 3, 12, 4),
-        (8, 2, 8, 1, 64, 5),
+        "qwen down", "residual", 1536, 8960, (4, 4, 1, 4, 6), (4, 4, 1, 3, 6), (8, 4, 2, 2, 12), (8, 2, 2, 3, 12),
+        (4, 4, 2, 3, 12, 2),
     ),
     make_problem(
-        "qwen head", "argmax", 151936, 1536,
-        (4, 4, 4, 2, 32), (4, 4, 2, 3, 16), (4, 4, 4, 1, 32), (4, 2, 4, 2, 32), (8, 2, 4, 2, 32), (2, 8, 4, 1, 32),
-        (2, 8, 2, 2, 16), (4, 2, 8, 1, 64), (4, 4, 4, 2, 32, 1, 128), (4, 4, 2, 3, 16, 1, 128), (8, 2, 8, 1, 64),
-        (4, 4, 2, 1, 16),
+        "qwen head", "argmax", 151936, 1536, (4, 4, 4, 1, 32), (4, 4, 2, 1, 16), (4, 2, 4, 3, 32)
     ),
     make_problem(
-        "ling kda_in", "norm", 20512, 2560,
-        (4, 4, 2, 2, 16), (4, 4, 2, 3, 16), (4, 4, 4, 1, 32), (8, 2, 2, 3, 16), (8, 2, 4, 2, 32), (4, 4, 1, 3, 8),
-        (16, 1, 2, 3, 16), (4, 4, 2, 3, 16, 1, 128), (8, 2, 2, 3, 16, 1, 128), (4, 4, 4, 2, 32, 1, 128),
+        "ling kda_in", "norm", 20512, 2560, (4, 2, 2, 6, 16), (2, 8, 2, 2, 16), (4, 4, 2, 5, 16), (4, 4, 2, 1, 16)
     ),
     make_problem(
-        "ling o", "residual", 2560, 4096,
-        (8, 2, 2, 3, 10), (8, 2, 2, 3, 16), (8, 2, 1, 4, 8), (16, 1, 2, 4, 10), (8, 2, 4, 2, 20), (16, 1, 4, 2, 20),
-        (16, 2, 2, 2, 10), (4, 4, 1, 4, 8), (4, 4, 2, 3, 10), (8, 2, 4, 2, 40, 2), (8, 2, 2, 3, 20, 2),
+        "ling o", "residual", 2560, 4096, (4, 4, 1, 4, 5), (4, 4, 1, 6, 5), (4, 4, 1, 8, 10), (4, 4, 2, 3, 16)
     ),
-    make_problem(
-        "ling head", "argmax", 157184, 2560,
-        (4, 4, 4, 2, 32), (4, 4, 2, 3, 16), (8, 2, 4, 2, 32), (4, 4, 4, 2, 32, 1, 128), (4, 4, 2, 3, 16, 1, 128),
-        (8, 2, 2, 3, 16),
-    ),
+    make_problem("ling head", "argmax", 157184, 2560, (4, 4, 4, 1, 32), (4, 4, 2, 1, 16)),
 )  # fmt: skip
-SPLITS = SplitSettings(splits=64, block_s=128, warps=8)
+# The linear maps of one layer, in the order in which their settings are chosen.
+STEP_ORDER = ("qwen gate_up", "qwen down", "qwen qkv", "qwen o")
+SPLITS = attention_triton.settings_for(QWEN_GROUPS)
 OTHER_SPLITS = (
-    SplitSettings(splits=64, block_s=64, warps=4),
-    SplitSettings(splits=64, block_s=64, warps=4, stages=3),
-    SplitSettings(splits=64, block_s=64, warps=8),
-    SplitSettings(splits=32, block_s=128, warps=8),
-    SplitSettings(splits=32, block_s=64, warps=4, stages=3),
-    SplitSettings(splits=128, block_s=64, warps=4),
-    SplitSettings(splits=64, block_s=128, warps=4),
+    replace(SPLITS, stages=2),
+    replace(SPLITS, splits=32),
+    replace(SPLITS, block_s=128),
+    replace(SPLITS, splits=128),
 )
-
-PROMPT_BLOCKS = ((128, 64), (128, 128), (64, 64))
-
-
-@triton.jit(do_not_specialize=["O"])
-def matvec_kernel(
-    x_ptr, norm_ptr, w_ptr, y_ptr, O, I: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    """The plain matrix-vector product with the norm in front, to compare: CUDA cores, one chunk of weights ahead."""
-    i_o = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    i_i = tl.arange(0, BLOCK)[None, :]
-    p_w = w_ptr + i_o.to(tl.int64) * I + i_i
-    weights = (tl.load(p_w, mask=(i_o < O) & (i_i < I), other=0.0, eviction_policy="evict_first"),)
-    wait_for_producers(PDL)
-    let_consumers_start(PDL)
-    b_acc = tl.zeros((ROWS, BLOCK // 8), dtype=tl.float32)
-    b_square = tl.zeros((1, BLOCK // 8), dtype=tl.float32)
-    for c in tl.static_range((I + BLOCK - 1) // BLOCK):
-        if (c + 1) * BLOCK < I:
-            mask = (i_o < O) & (i_i + (c + 1) * BLOCK < I)
-            weights = (*weights, tl.load(p_w + (c + 1) * BLOCK, mask=mask, other=0.0, eviction_policy="evict_first"))
-        m_i = i_i + c * BLOCK < I
-        b_x = tl.load(x_ptr + c * BLOCK + i_i, mask=m_i, other=0.0).to(tl.float32)
-        b_square += tl.sum(tl.reshape(b_x * b_x, (1, BLOCK // 8, 8)), axis=2)
-        b_x *= tl.load(norm_ptr + c * BLOCK + i_i, mask=m_i, other=0.0).to(tl.float32)
-        b_acc += tl.sum(tl.reshape(weights[c].to(tl.float32) * b_x, (ROWS, BLOCK // 8, 8)), axis=2)
-    b_y = tl.sum(b_acc, axis=1) / tl.sqrt(tl.sum(b_square) / I + 1e-6)
-    i_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    tl.store(y_ptr + i_row, b_y.to(tl.bfloat16), mask=i_row < O)
+PROMPT_BLOCKS = ((128, 128), (128, 64))
 
 
-def matvec(x: torch.Tensor, norm: torch.Tensor, weight: torch.Tensor, rows: int, block: int, warps: int) -> None:
-    O, I = weight.shape
-    y = torch.empty(1, O, dtype=BF16, device=x.device)
-    matvec_kernel[triton.cdiv(O, rows),](
-        x, norm, weight, y, O, I, ROWS=rows, BLOCK=block, num_warps=warps, **pdl_options()
-    )
-
-
-MATVECS = ((4, 512, 2), (4, 1024, 4), (8, 512, 2), (8, 512, 4), (16, 256, 4), (8, 256, 4))
+def short(s: StripSettings) -> tuple[int | None, ...]:
+    return s.warps, s.run, s.tiles, s.ahead, s.outputs, s.splits
 
 
 def apply(
@@ -229,9 +167,6 @@ def _compile(job: Job) -> None:
             num_outputs = problem.O // 2 if problem.kind == "swiglu" else problem.O
             shapes = ((T, problem.I), (problem.I,), (problem.O, problem.I), (T, num_outputs))
             apply(problem, settings, *(torch.empty(shape, dtype=BF16) for shape in shapes))
-        elif what == "matvec":
-            shapes = ((1, problem.I), (problem.I,), (problem.O, problem.I))
-            matvec(*(torch.empty(shape, dtype=BF16) for shape in shapes), *settings)
         elif what == "prompt":
             i = AttentionInputs(64, 1, "cpu")
             args = (i.qkv, i.k[0], i.v[0], i.context_len, i.cos, i.sin, QWEN_HEADS, None, None, EPS)
@@ -419,7 +354,7 @@ class Bench:
         fastest = [min(t[i] for t in times.values()) for i in range(2)]
         ranked = sorted(times, key=lambda s: times[s][0] / fastest[0] + times[s][1] / fastest[1])
         for s in ranked:
-            key = (s.warps, s.run, s.tiles, s.ahead, s.outputs, s.splits, s.max_registers)
+            key = short(s)
             print(f"  {problem.name:14} {key!s:32} T=1 {times[s][0]:7.2f} us  T=16 {times[s][1]:7.2f} us")
             self.results["linear"].append({"name": problem.name, "settings": asdict(s), "us_1_16": times[s]})
         return ranked[0]
@@ -440,13 +375,6 @@ class Bench:
                 note += f", cublas {time_chain(cublas * 4 if len(cublas) < 4 else cublas)[0]:.2f}"
             self.results["linear"].append(self.line(problem.name, T, us, spread, problem.weight_bytes, note))
 
-    def matvecs(self, problem: Problem, weights: Weights) -> None:
-        for rows, block, warps in MATVECS:
-            calls = [lambda w=w: matvec(weights.x[:1], weights.norm, w, rows, block, warps) for w in weights.copies]  # type: ignore[misc]
-            us, spread = time_chain(calls)
-            note = f"matvec rows {rows} block {block} warps {warps}"
-            self.results["linear"].append(self.line(problem.name, 1, us, spread, problem.weight_bytes, note))
-
     def attention(self, settings: tuple[SplitSettings, ...]) -> None:
         inputs = AttentionInputs(16, QWEN_LAYERS)
         for T, s in itertools.product((1, 4, 9, 16), settings):
@@ -455,7 +383,7 @@ class Bench:
             assert error < 0.02, f"attention {s} at width {T}: error {error}"
             calls = [lambda i=i: attend(inputs, i, s, T) for i in range(QWEN_LAYERS)]  # type: ignore[misc]
             us, spread = time_chain(calls)
-            note = f"splits {s.splits} block {s.block_s} warps {s.warps} stages {s.stages}, error {error:.1e}"
+            note = f"splits {s.splits} block {s.block_s} stages {s.stages}, error {error:.1e}"
             num_bytes = 4 * QWEN_GROUPS * HEAD_DIM * CONTEXT_LEN
             self.results["attention"].append(self.line("attention 8k", T, us, spread, num_bytes, note))
 
@@ -476,38 +404,69 @@ class Bench:
         us, _ = time_chain([lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)])
         print(f"prompt 8192     PyTorch: {us:.0f} us", flush=True)
 
-    def step(self, best: dict[str, StripSettings], splits: SplitSettings) -> None:
-        """All launches of one decode or verify step of Qwen2.5-1.5B but the embedding."""
-        problems = {p.name.split()[1]: p for p in PROBLEMS if p.name.startswith("qwen")}
-        chosen = {name: best[p.name] for name, p in problems.items()}
-        layers = [
-            {n: rand(p.O, p.I, scale=p.I**-0.5) for n, p in problems.items() if n != "head"} for _ in range(QWEN_LAYERS)
-        ]
-        head = rand(problems["head"].O, problems["head"].I, scale=0.02)
-        norm = torch.ones(1536, dtype=BF16, device="cuda")
-        bias = rand(2048)
-        inputs = AttentionInputs(16, QWEN_LAYERS)
-        num_bytes = sum(p.weight_bytes * (1 if n == "head" else QWEN_LAYERS) for n, p in problems.items())
-        num_bytes += QWEN_LAYERS * 4 * QWEN_GROUPS * HEAD_DIM * CONTEXT_LEN
+    def step_tune(self, step: "QwenStep") -> None:
+        """Choose each operator's settings within the whole step."""
+        for name in STEP_ORDER:
+            problem = next(p for p in PROBLEMS if p.name == name)
+            for settings in (problem.settings, *problem.others):
+                self.try_settings(step, f"{name} {short(settings)}", step.best | {name: settings}, step.splits)
+        for splits in OTHER_SPLITS:
+            self.try_settings(step, str(splits), step.best, splits)
 
-        def run(x: torch.Tensor) -> None:
-            for i, w in enumerate(layers):
-                qkv = linear_triton.linear_step(x, norm, EPS, w["qkv"], bias, None, BF16, chosen["qkv"])
-                heads = attention_triton.attend_step(
-                    qkv, inputs.k[i], inputs.v[i], inputs.context_len, inputs.cos, inputs.sin,
-                    QWEN_HEADS, None, None, EPS, splits,
-                )  # fmt: skip
-                x = linear_triton.linear_step(heads, None, 0.0, w["o"], None, x, BF16, chosen["o"])
-                h = linear_triton.swiglu_step(x, norm, EPS, w["gate_up"], None, chosen["gate_up"])
-                x = linear_triton.linear_step(h, None, 0.0, w["down"], None, x, BF16, chosen["down"])
-            linear_triton.argmax_step(x, norm, EPS, head, problems["head"].O, chosen["head"])
-
+    def step(self, step: "QwenStep") -> None:
+        """Time a whole step at every width."""
         for T in WIDTHS:
-            x = rand(T, 1536)
-            us, spread = time_chain([lambda: run(x)])
+            us, spread = time_chain([lambda T=T: step.run(T)])  # type: ignore[misc]
             with programmatic_launch(False):
-                us_plain, _ = time_chain([lambda: run(x)])
-            self.results["step"].append(self.line("qwen step 8k", T, us, spread, num_bytes, f"no pdl {us_plain:.1f}"))
+                us_plain, _ = time_chain([lambda T=T: step.run(T)])  # type: ignore[misc]
+            note = f"no pdl {us_plain:.1f}"
+            self.results["step"].append(self.line("qwen step 8k", T, us, spread, step.num_bytes, note))
+
+    def try_settings(self, step: "QwenStep", name: str, best: dict[str, StripSettings], splits: SplitSettings) -> None:
+        """Keep settings that make the step faster at widths 1 and 16 together."""
+        old = step.best, step.splits
+        step.best, step.splits = best, splits
+        times = [time_chain([lambda T=T: step.run(T)], 5)[0] for T in (1, 16)]  # type: ignore[misc]
+        score = sum(times)
+        is_better = score < step.score
+        print(f"  step with {name:60} T=1 {times[0]:7.1f} T=16 {times[1]:7.1f} {'*' if is_better else ''}", flush=True)
+        if is_better:
+            step.score = score
+        else:
+            step.best, step.splits = old
+
+
+class QwenStep:
+    """All launches of one decode or verify step of Qwen2.5-1.5B but the embedding."""
+
+    def __init__(self, best: dict[str, StripSettings], splits: SplitSettings) -> None:
+        self.problems = {p.name.split()[1]: p for p in PROBLEMS if p.name.startswith("qwen")}
+        self.best, self.splits, self.score = best, splits, math.inf
+        self.layers = [
+            {n: rand(p.O, p.I, scale=p.I**-0.5) for n, p in self.problems.items() if n != "head"}
+            | {"norm_1": rand(1536) + 1, "norm_2": rand(1536) + 1, "bias": rand(2048)}
+            for _ in range(QWEN_LAYERS)
+        ]
+        self.head = rand(self.problems["head"].O, 1536, scale=0.02)
+        self.norm = rand(1536) + 1
+        self.inputs = AttentionInputs(16, QWEN_LAYERS)
+        self.x = rand(16, 1536)
+        self.num_bytes = (
+            sum(p.weight_bytes * (1 if n == "head" else QWEN_LAYERS) for n, p in self.problems.items())
+            + QWEN_LAYERS * 4 * QWEN_GROUPS * HEAD_DIM * CONTEXT_LEN
+        )
+
+    def run(self, T: int) -> torch.Tensor:
+        x, i, chosen = self.x[:T], self.inputs, {n: self.best[p.name] for n, p in self.problems.items()}
+        for n, w in enumerate(self.layers):
+            qkv = linear_triton.linear_step(x, w["norm_1"], EPS, w["qkv"], w["bias"], None, BF16, chosen["qkv"])
+            heads = attention_triton.attend_step(
+                qkv, i.k[n], i.v[n], i.context_len, i.cos, i.sin, QWEN_HEADS, None, None, EPS, self.splits
+            )
+            x = linear_triton.linear_step(heads, None, 0.0, w["o"], None, x, BF16, chosen["o"])
+            h = linear_triton.swiglu_step(x, w["norm_2"], EPS, w["gate_up"], None, chosen["gate_up"])
+            x = linear_triton.linear_step(h, None, 0.0, w["down"], None, x, BF16, chosen["down"])
+        return linear_triton.argmax_step(x, self.norm, EPS, self.head, self.problems["head"].O, chosen["head"])[0]
 
 
 def main() -> None:
@@ -515,6 +474,7 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="time other launch settings too")
     out = os.environ.get("OUT")
     parser.add_argument("--json", type=Path, default=Path(out) / "kernels_dense.json" if out else None)
+    parser.add_argument("--commit", default="", help="of the tree that is measured, where git is not there to ask")
     args = parser.parse_args()
 
     # The processes must exist before CUDA does.
@@ -523,37 +483,36 @@ def main() -> None:
     jobs: list[Job] = []
     for p in sorted(PROBLEMS, key=lambda p: -p.I):
         jobs += [("linear", p, s, T, True) for s in (p.settings, *(p.others if args.tune else ())) for T in (1, 16)]
-        if args.tune and p.kind == "norm":
-            jobs += [("matvec", p, m, 1, True) for m in MATVECS]
     jobs += [("attention", None, s, T, True) for s in splits for T in (1, 4, 9, 16)]
-    jobs += [("attention", None, SPLITS, T, False) for T in (1, 4, 9, 16)]
     jobs += [("prompt", None, blocks, 0, True) for blocks in PROMPT_BLOCKS]
     compile_all(pool, jobs)
-
     bench = Bench(measure_read_bandwidth())
     print(f"{torch.cuda.get_device_name()}: read bandwidth {bench.bandwidth:.0f} GB/s", flush=True)
-    best = {p.name: p.settings for p in PROBLEMS}
+    step = QwenStep({p.name: p.settings for p in PROBLEMS}, SPLITS)
     if args.tune:
         for p in PROBLEMS:
-            best[p.name] = bench.tune(p, Weights(p))
-    compile_all(pool, [("linear", p, best[p.name], T, False) for p in PROBLEMS for T in (1, 16)])
+            best = bench.tune(p, Weights(p))
+            if p.name not in STEP_ORDER:
+                step.best[p.name] = best
+    if args.tune:
+        bench.step_tune(step)
+    not_dependent: list[Job] = [("linear", p, step.best[p.name], T, False) for p in PROBLEMS for T in (1, 16)]
+    not_dependent += [("attention", None, step.splits, T, False) for T in (1, 2, 4, 9, 16)]
+    compile_all(pool, not_dependent)
     pool.close()
+    bench.step(step)
     for p in PROBLEMS:
         weights = Weights(p)
-        bench.linear(p, weights, best[p.name])
-        if args.tune and p.kind == "norm":
-            bench.matvecs(p, weights)
+        bench.linear(p, weights, step.best[p.name])
         del weights
     bench.attention(splits)
-    bench.step(best, SPLITS)
     bench.prompt()
+    best = step.best
     results = bench.results | {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "commit": subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip(),
+        "commit": args.commit,
         "best": {name: asdict(s) for name, s in best.items()},
     }
     if args.json:
