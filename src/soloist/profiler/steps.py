@@ -163,7 +163,8 @@ def _repetition(launches: list[_Launch]) -> list[_Launch]:
     for run in runs:
         if len(run) > len(best) and _likeness(keys, run) >= _MIN_LIKENESS:
             best = run
-    return [launches[i] for i in best]
+    # The first period may begin with the last launch of something else.
+    return [launches[i] for i in (best[1:] if len(best) > MIN_REPEATS + 2 else best)]
 
 
 def _longest_run(launches: list[_Launch], places: list[int]) -> list[int]:

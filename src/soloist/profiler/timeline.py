@@ -3,6 +3,7 @@
 import html
 import itertools
 import json
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -10,7 +11,7 @@ from soloist.profiler.analysis import Analysis
 from soloist.profiler.gaps import busy_spans
 from soloist.profiler.report import in_words, short_name
 from soloist.profiler.trace import HostCall, Stack, Trace
-from soloist.profiler.waits import find_waits
+from soloist.profiler.waits import Wait, find_waits
 
 # More boxes make a page slow; steps are alike, so the last ones will do.
 MAX_ITEMS = 20_000
@@ -24,12 +25,13 @@ def as_html(trace: Trace, analysis: Analysis) -> str:
         trace: that was analysed.
         analysis: of it.
     """
+    waits = find_waits(trace)
     first = max(0, len(analysis.steps) - _MAX_STEPS)
     while True:
         # The host enqueues before the GPU runs, so the page begins with the earlier of the two.
         start_us = min(analysis.steps.host_us[first], analysis.steps.gpu_us[first])
         end_us = max(analysis.steps.host_us[-1], analysis.steps.gpu_us[-1])
-        rows = _rows(trace, start_us, end_us)
+        rows = _rows(trace, waits, start_us, end_us)
         if sum(len(row["items"]) for row in rows) <= MAX_ITEMS or first >= len(analysis.steps) - 1:
             break
         first += 1
@@ -43,8 +45,8 @@ def as_html(trace: Trace, analysis: Analysis) -> str:
     return page
 
 
-def _rows(trace: Trace, start_us: float, end_us: float) -> list[dict[str, Any]]:
-    """Lay out what overlaps a span of time: streams first, then threads, then the bubbles of each GPU."""
+def _rows(trace: Trace, waits: Sequence[Wait], start_us: float, end_us: float) -> list[dict[str, Any]]:
+    """Lay out what overlaps a span of time: per GPU its streams and its bubbles, then the host's threads."""
     works = [work for work in trace.works if work.end_us > start_us and work.start_us < end_us]
     calls = [call for call in trace.calls if call.end_us > start_us and call.start_us < end_us]
     rows = []
@@ -64,7 +66,7 @@ def _rows(trace: Trace, start_us: float, end_us: float) -> list[dict[str, Any]]:
         items = [_call_item(call) for call in calls if call.thread == thread]
         items += [
             _item(wait.what, wait.start_us, wait.end_us, _stack_text(wait.stack), "wait")
-            for wait in find_waits(trace)
+            for wait in waits
             if wait.thread == thread and wait.end_us > start_us and wait.start_us < end_us
         ]
         rows.append({"name": f"host thread {i + 1}", "items": items})

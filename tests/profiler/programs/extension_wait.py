@@ -29,7 +29,7 @@ def runtime_library() -> str:
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "libcudart" in line:
             return line.split()[-1]
-    raise SystemExit("no CUDA runtime is loaded")
+    raise RuntimeError("no CUDA runtime is loaded")
 
 
 def make_plan() -> Callable[[], int]:
