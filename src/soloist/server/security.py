@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -114,11 +115,11 @@ class Gate:
         return bounded
 
 
-class BodyTooLarge(Exception):
-    """A body grew beyond the limit while it was read."""
+class BodyTooLarge(HTTPException):
+    """A body grew beyond the limit while it was read; of this kind, or the framework would call it damaged."""
 
     def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.message)
+        super().__init__(failure.status, failure.message)
         self.failure = failure
 
 

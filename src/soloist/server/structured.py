@@ -92,13 +92,16 @@ class JsonConstraint:
     def __init__(self, grammars: Grammars, matcher: Any, *, opens_reasoning: bool) -> None:
         self._grammars = grammars
         self._matcher = matcher
+        self._ends = frozenset(grammars.end_ids)
         self._reasoning = _ReasoningEnd(grammars.tokenizer) if opens_reasoning else None
 
     def num_legal(self, draft_tokens: list[int]) -> int:
         """Count the leading drafts that may follow. The step in which reasoning ends has no draft behind that."""
         if self._reasoning is not None:
             return self._reasoning.num_before_end(draft_tokens)
-        return int(self._matcher.validate_tokens(draft_tokens))
+        # The end is never drafted: there is nothing behind it to verify.
+        num_before_end = next((i for i, t in enumerate(draft_tokens) if t in self._ends), len(draft_tokens))
+        return int(self._matcher.validate_tokens(draft_tokens[:num_before_end]))
 
     def allowed(self, draft_tokens: list[int]) -> torch.Tensor:
         """Give what may follow, row by row: (T, N) bool."""
@@ -119,7 +122,9 @@ class JsonConstraint:
             if self._reasoning.push(token_ids):
                 self._reasoning = None
             return
-        if not self._matcher.consume_tokens(token_ids):
+        # The answer ends with an end token, which a complete grammar does not take.
+        inner = token_ids[:-1] if token_ids and token_ids[-1] in self._ends else token_ids
+        if inner and not self._matcher.consume_tokens(inner):
             raise GrammarError(f"the answer left its grammar: {_first_line(self._matcher.get_error())}")
 
     def _mask(self) -> torch.Tensor:
