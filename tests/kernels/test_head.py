@@ -1,0 +1,54 @@
+"""The greedy head gives the lowest of the likeliest tokens, and never a padding row."""
+
+import pytest
+import torch
+
+from soloist.kernels import head
+from soloist.kernels.linear import pack_weight
+from soloist.kernels.norm import rms_norm_ref
+from tests.kernels.limits import LIMITS, Limit, assert_near
+
+T, D, PADDED, N = 4, 24, 37, 33
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows, norm and weight: token t likes row 7 t + 2, token 1 row 30 as much as row 9, all a padding row most."""
+    x, weight = torch.randn(T, D), torch.randn(PADDED, D)
+    weight[7 * torch.arange(T) + 2] = 3 * x
+    weight[30] = weight[9]
+    weight[N:] = 9 * x.sum(0)
+    return x, torch.rand(D) + 0.5, weight
+
+
+def test_argmax_equals_that_of_all_logits():
+    x, norm, weight = inputs()
+    ids, logits = head.norm_argmax(x, norm, 1e-5, weight, N)
+    expected = rms_norm_ref(x, norm, 1e-5).double() @ weight[:N].double().T
+    assert ids.tolist() == [2, 9, 16, 23]
+    assert_near(logits[:, None], expected.amax(1)[:, None], LIMITS[torch.float32])
+
+
+def test_a_packed_head_works_the_same():
+    x, norm, weight = inputs()
+    ids, _ = head.norm_argmax(x, norm, 1e-5, pack_weight(weight, "int8", activation_dtype=torch.float32), N)
+    assert ids.tolist() == [2, 9, 16, 23]
+
+
+@pytest.mark.parametrize("rows", [T, 17])
+def test_a_gpu_takes_the_kernel_for_a_step_only(monkeypatch: pytest.MonkeyPatch, rows: int):
+    pytest.importorskip("triton")
+    from soloist.kernels import linear_triton
+    from tests.kernels.device import DEVICE, launch_kernels
+
+    launch_kernels(monkeypatch, head)
+    taken = []
+    run = linear_triton.argmax_step
+    monkeypatch.setattr(linear_triton, "argmax_step", lambda *args: taken.append(args) or run(*args))
+    x, norm, weight = (tensor.to(DEVICE, torch.bfloat16) for tensor in inputs())
+    x = x[torch.arange(rows) % T].contiguous()
+    ids, logits = head.norm_argmax(x, norm, 1e-5, weight, N)
+    assert ids.tolist() == [(2, 9, 16, 23)[t % T] for t in range(rows)]
+    expected = rms_norm_ref(x.float(), norm, 1e-5) @ weight[:N].float().T
+    # The interpreter truncates to bf16.
+    assert_near(logits[:, None], expected.amax(1)[:, None], Limit(rms=2e-2, worst_row=4e-2))
+    assert len(taken) == (rows == T)
