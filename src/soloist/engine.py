@@ -474,9 +474,8 @@ class Generation:
         self._is_over = True
         if self._is_running:
             self._is_running = False
-            # Steps that were enqueued ahead do nothing from here on.
+            # Steps that were enqueued ahead do nothing behind the one under way, whose tokens nobody was given.
             self._engine.runner.buffers.is_stop_requested.fill_(True)
-            # Those that were under way may have committed tokens that nobody was given.
             unread = [token for record in self._drain() for token in record.token_ids]
             # A pass that broke off may have written state that belongs to no token.
             if self._engine.prefixes is not None and not self._has_failed:

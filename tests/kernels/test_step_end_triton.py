@@ -1,4 +1,4 @@
-"""The kernels that end a step decide and write what `spec.verify`, `StepBuffers` and `TokenRing` say, on random cases."""
+"""The kernels that end a step decide and write what `spec.verify`, `StepBuffers`, `TokenRing` say, on random cases."""
 
 import dataclasses
 import random
@@ -62,8 +62,8 @@ class Case:
         if ends and draw.random() < 0.3:
             bad = draw.choice([float("nan"), float("inf"), -float("inf")])
             self.highest[draw.randrange(T)] = bad
-        if ends and draw.random() < 0.1:
-            self.cpu.is_stop_requested.fill_(True)
+        # Read behind the verdict.
+        self.cpu.is_stop_requested.fill_(ends and draw.random() < 0.3)
         self.gpu = copy_to_device(self.cpu)
 
 
@@ -140,7 +140,7 @@ def finish_by_kernels(
     if logprobs is not None:
         for rows, slots in zip(logprobs, (ring.logprobs, ring.top_ids, ring.top_logprobs), strict=True):
             step_end_triton.copy_to_slot(rows, slots, ring.num_published)
-    names = ("input_ids", "width", "num_left", "num_unstoppable", "finish_code")
+    names = ("input_ids", "width", "num_left", "num_unstoppable", "finish_code", "is_stop_requested")
     step_end_triton.finish(
         verdict.committed_tokens,
         verdict.num_committed,
@@ -183,6 +183,7 @@ def test_records_and_progress_are_the_references(has_logprobs: bool):
                     buffers.input_ids[1:] = case.cpu.input_ids[1:]
                     buffers.width.copy_(case.cpu.width)
                     buffers.stop_mask.copy_(case.cpu.stop_mask)
+                    buffers.is_stop_requested.copy_(case.cpu.is_stop_requested)
             verdict = verify.accept(target, cpu, i32(3, "cpu"), Rule.CHAIN)
             logprobs = draw_logprobs(case.T) if has_logprobs else None
             verify.finish(verdict, cpu, cpu_ring, PLAN, logprobs=logprobs)

@@ -191,17 +191,25 @@ def test_a_step_behind_the_end_changes_nothing(code: FinishCode):
     assert (verdict.num_committed, verdict.num_accepted, verdict.finish_code) == (0, 0, code)
 
 
-def test_a_requested_stop_commits_nothing():
-    buffers = make_buffers(5, 3)
-    buffers.is_stop_requested.fill_(True)
-    verdict = conclude(buffers, torch.tensor([1, 2]), i32(2), torch.tensor([3]), torch.zeros(3))
-    assert (verdict.num_committed, verdict.finish_code) == (0, FinishCode.RUNNING)
+def test_a_requested_stop_ends_the_answer_behind_the_step_under_way():
+    """Its forward pass may have moved a recurrent state on: what it commits must count."""
+    buffers, plan = make_buffers(5, 3), SamplingPlan.of(SamplingParams())
+    for num_committed in (3, 0, 0):
+        buffers.is_stop_requested.fill_(True)
+        verdict = conclude(buffers, torch.tensor([1, 2]), i32(2), torch.tensor([3]), torch.zeros(3))
+        assert verdict.num_committed == num_committed
+        buffers.advance(verdict.committed_tokens, verdict.num_committed, verdict.finish_code, plan)
+        assert (buffers.num_left, buffers.width) == (0, 0)
 
 
 def test_logits_that_are_not_finite_commit_nothing_and_end_the_answer():
     buffers = make_buffers(5, 3, stop_ids=[1])
     verdict = conclude(buffers, torch.tensor([1, 2]), i32(2), torch.tensor([3]), torch.tensor([float("nan"), 0.0, 0.0]))
     assert (verdict.num_committed, verdict.num_accepted, verdict.finish_code) == (0, 0, FinishCode.NOT_FINITE)
+    # A padding row may hold anything.
+    buffers.width.fill_(2)
+    verdict = conclude(buffers, torch.tensor([2, 4]), i32(1), torch.tensor([3]), torch.tensor([0.0, 0.0, float("inf")]))
+    assert (verdict.num_committed, verdict.finish_code) == (2, FinishCode.RUNNING)
 
 
 @pytest.mark.parametrize("rule", Rule)

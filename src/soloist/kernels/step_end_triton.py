@@ -24,7 +24,6 @@ def conclude_kernel(
     width_ptr,
     num_left_ptr,
     stop_mask_ptr,
-    stop_requested_ptr,
     finish_code_ptr,
     tokens_ptr,
     counts_ptr,
@@ -43,7 +42,6 @@ def conclude_kernel(
     width = tl.load(width_ptr)
     num_left = tl.load(num_left_ptr)
     old_code = tl.load(finish_code_ptr)
-    is_running = tl.load(stop_requested_ptr, volatile=True) == 0
     draft = tl.load(input_ids_ptr + 1 + i_t, mask=i_t + 1 < T, other=0)
     highest = tl.load(highest_ptr + i_t, mask=i_t < T, other=0.0).to(tl.float32)
     # NaN fails every comparison.
@@ -60,7 +58,7 @@ def conclude_kernel(
     tokens = tl.where(i_t < num_accepted, draft, bonus)
     m_stop = tl.load(stop_mask_ptr + tokens, mask=i_t < T, other=0) != 0
     num_before_stop = tl.min(tl.where(m_stop, i_t, T), axis=0)
-    num_allowed = tl.where(is_finite & is_running, num_left, 0)
+    num_allowed = tl.where(is_finite, num_left, 0)
     num_committed = tl.minimum(tl.minimum(num_accepted, num_before_stop) + 1, num_allowed)
     code = old_code
     code = tl.maximum(code, tl.where(num_committed == num_left, LENGTH, 0))
@@ -83,6 +81,7 @@ def finish_kernel(
     num_left_ptr,
     num_unstoppable_ptr,
     finish_code_ptr,
+    stop_requested_ptr,
     num_published_ptr,
     records_ptr,
     T,
@@ -124,7 +123,8 @@ def finish_kernel(
 
     last = tl.sum(tl.where(i_t == num_committed - 1, tokens, 0), axis=0)
     tl.store(input_ids_ptr, tl.where(num_committed > 0, last, pending))
-    num_left = tl.where(code == 0, num_left - num_committed, 0)
+    is_running = (code == 0) & (tl.load(stop_requested_ptr, volatile=True) == 0)
+    num_left = tl.where(is_running, num_left - num_committed, 0)
     tl.store(num_left_ptr, num_left)
     tl.store(num_unstoppable_ptr, num_unstoppable - num_committed)
     tl.store(finish_code_ptr, code)
@@ -153,7 +153,6 @@ def conclude(
     width: torch.Tensor,
     num_left: torch.Tensor,
     stop_mask: torch.Tensor,
-    is_stop_requested: torch.Tensor,
     finish_code: torch.Tensor,
     end_codes: tuple[int, int, int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -168,7 +167,6 @@ def conclude(
         width: () int32.
         num_left: () int32.
         stop_mask: (N) bool.
-        is_stop_requested: () bool, may lie in pinned host memory.
         finish_code: () int32.
         end_codes: of an answer that ends by length, by a stop token, by logits that are not finite.
 
@@ -189,7 +187,6 @@ def conclude(
         width,
         num_left,
         stop_mask,
-        is_stop_requested,
         finish_code,
         tokens,
         counts,
@@ -216,6 +213,7 @@ def finish(
     num_left: torch.Tensor,
     num_unstoppable: torch.Tensor,
     finish_code: torch.Tensor,
+    is_stop_requested: torch.Tensor,
     num_published: torch.Tensor,
     records: torch.Tensor,
     header: int,
@@ -231,6 +229,7 @@ def finish(
         num_left,
         num_unstoppable,
         finish_code,
+        is_stop_requested,
         num_published,
         records,
         tokens.shape[0],

@@ -76,7 +76,8 @@ class StepBuffers:
     finish_code: torch.Tensor
     # (3,) int32: the codes of an ended answer, for comparing with.
     end_codes: torch.Tensor
-    # () bool: raised by the host to end the answer before the device does. On a GPU in pinned host memory.
+    # () bool: raised by the host to end the answer before the device does. On a GPU in pinned host memory. A step reads
+    # it where it ends: a recurrent state has moved on by then, so its own tokens count.
     is_stop_requested: torch.Tensor
 
     # () int64.
@@ -223,7 +224,7 @@ class StepBuffers:
         """
         choices = torch.cat([self.input_ids[:1], committed_tokens])  # (T+1,)
         self.input_ids[:1] = choices.index_select(0, num_committed.view(1))
-        self.num_left.sub_(num_committed).mul_(finish_code == 0)
+        self.num_left.sub_(num_committed).mul_((finish_code == 0) & ~self.is_stop_requested)
         self.width.copy_(self.num_left.clamp(max=self.max_width))
         self.num_unstoppable.sub_(num_committed)
         self.finish_code.copy_(finish_code)

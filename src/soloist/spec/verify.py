@@ -103,7 +103,6 @@ def _conclude_on_gpu(
         width=buffers.width,
         num_left=buffers.num_left,
         stop_mask=buffers.stop_mask,
-        is_stop_requested=buffers.is_stop_requested,
         finish_code=buffers.finish_code,
         end_codes=(FinishCode.LENGTH, FinishCode.STOP, FinishCode.NOT_FINITE),
     )
@@ -243,7 +242,7 @@ def conclude(
     is_stop = buffers.stop_mask.index_select(0, tokens)  # (T,)
     is_finite = (highest.isfinite() | (buffers.rows[:T] >= buffers.width)).all()
     num_before_stop = (~is_stop).int().cumprod(0).sum(dtype=torch.int32)
-    num_allowed = buffers.num_left * (is_finite & ~buffers.is_stop_requested)
+    num_allowed = buffers.num_left * is_finite
     num_committed = torch.minimum(torch.minimum(num_accepted, num_before_stop) + 1, num_allowed)
     # In the order of `end_codes`. Behind the end nothing is left and nothing committed; the old code is no lower.
     applies = torch.stack([num_committed == buffers.num_left, num_before_stop < num_committed, ~is_finite])
@@ -293,6 +292,7 @@ def finish(
         num_left=buffers.num_left,
         num_unstoppable=buffers.num_unstoppable,
         finish_code=buffers.finish_code,
+        is_stop_requested=buffers.is_stop_requested,
         num_published=ring.num_published,
         records=ring.records,
         header=HEADER_WORDS,
