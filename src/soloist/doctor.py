@@ -91,10 +91,15 @@ def _memory_gib() -> tuple[float, float]:
     return total, int(fields["MemAvailable"].split()[0]) / 2**20
 
 
-def known_bandwidth(device: torch.device, cache_dir: Path) -> float:
+def known_bandwidth(device: torch.device, cache_dir: Path, *, seen_gb_per_s: float = 0.0) -> float:
     """Give a device's read bandwidth in GB/s: measured the first time, then read from `cache_dir`.
 
     On the CPU it is that of PyTorch's current number of threads, and each number is measured once.
+
+    Args:
+        device: a CPU or CUDA device.
+        cache_dir: where measured values are kept.
+        seen_gb_per_s: a rate that was reached. What was measured lower was disturbed, and is measured again.
     """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -103,11 +108,12 @@ def known_bandwidth(device: torch.device, cache_dir: Path) -> float:
     path = cache_dir / "bandwidth.json"
     try:
         known = dict(json.loads(path.read_text()))
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError):
         # Missing or damaged: it is only a cache.
         known = {}
-    if name not in known:
-        known[name] = measure_bandwidth(device, num_bytes=_QUICK_MEASURE_BYTES if device.type == "cpu" else None)
+    if known.get(name, 0.0) <= seen_gb_per_s:
+        measured = measure_bandwidth(device, num_bytes=_QUICK_MEASURE_BYTES if device.type == "cpu" else None)
+        known[name] = max(measured, known.get(name, 0.0))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(known, indent=1))

@@ -74,15 +74,17 @@ def show_answer(start: "Callable[[OnPrefill], Stream]", write: "Callable[[Delta]
         start: makes the stream, given what is to be called while the prompt is read.
         write: called with every piece.
     """
-    with Bar("reading the prompt") as bar:
-        stream = start(bar)
-        with Interrupt(stream.cancel):
-            try:
-                write(next(stream))
-                for delta in stream:
-                    write(delta)
-            finally:
-                stream.close()
+    bar = Bar("reading the prompt")
+    stream = start(bar)
+    with Interrupt(stream.cancel):
+        try:
+            with bar:
+                first = next(stream)
+            write(first)
+            for delta in stream:
+                write(delta)
+        finally:
+            stream.close()
     return stream.completion
 
 
@@ -106,8 +108,9 @@ def bandwidth_share(llm: "LLM", completion: "Completion") -> tuple[float, float]
     mean_width = round(1 + stats.drafted / stats.forwards)
     mean_context_len = stats.prompt_tokens + stats.completion_tokens // 2
     moved = model.footprint.step_bytes(mean_width, mean_context_len).total * num_steps
-    bandwidth = known_bandwidth(model.device, Environment.read().cache_dir)
-    return moved / stats.decode_s / 1e9 / bandwidth, bandwidth
+    used = moved / stats.decode_s / 1e9
+    bandwidth = known_bandwidth(model.device, Environment.read().cache_dir, seen_gb_per_s=used)
+    return used / bandwidth, bandwidth
 
 
 def speed_line(llm: "LLM", completion: "Completion") -> str:
