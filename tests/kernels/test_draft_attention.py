@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from soloist.kernels.draft_attention import append_context, draft_attention, draft_attention_ref
+from soloist.kernels.draft_attention import append_context, draft_attention
 from soloist.kernels.rotary import make_rotary_table
 
 L, H, G, K, S, EPS = 2, 6, 3, 14, 40, 1e-5
@@ -51,21 +51,17 @@ def naive(qkv, keys, values, start, q_norm, k_norm, window, is_causal):
     return out.view(T, H * K)
 
 
-@pytest.mark.parametrize("is_fixed_shape", [False, True])
 @pytest.mark.parametrize(("start", "T"), [(0, 5), (1, 1), (13, 5), (30, 7)])
 @pytest.mark.parametrize(("window", "is_causal"), [(None, False), (None, True), (4, True), (3, False), (100, False)])
-def test_a_block_sees_what_it_ought_to(start: int, T: int, window: int | None, is_causal: bool, is_fixed_shape: bool):
+def test_a_block_sees_what_it_ought_to(start: int, T: int, window: int | None, is_causal: bool):
     qkv = noise(T, (H + 2 * G) * K, seed=1)
     q_norm, k_norm = 1 + noise(K, seed=2, scale=0.3), 1 + noise(K, seed=3, scale=0.3)
-    # Behind the context lies what earlier blocks left.
     keys, values = noise(G, S, K, seed=4), noise(G, S, K, seed=5)
-    keys[:, start:], values[:, start:] = 1e4, -1e4
+    # Behind the context lies what earlier blocks left.
+    keys[:, start:] = values[:, start:] = math.nan
     want = naive(qkv, keys, values, start, q_norm, k_norm, window, is_causal)
     before = keys[:, :start].clone()
-    if not is_fixed_shape:
-        # Not even looked at.
-        keys[:, start + T :] = values[:, start + T :] = math.nan
-    got = draft_attention_ref(
+    got = draft_attention(
         qkv,
         keys,
         values,
@@ -78,19 +74,10 @@ def test_a_block_sees_what_it_ought_to(start: int, T: int, window: int | None, i
         eps=EPS,
         window=window,
         is_causal=is_causal,
-        num_rows=S if is_fixed_shape else None,
     )
     assert (got.double() - want).abs().max() < 1e-5
     assert torch.equal(keys[:, :start], before)
-
-
-def test_the_launcher_computes_the_reference():
-    qkv = noise(5, (H + 2 * G) * K, seed=1)
-    norms = {"q_norm": 1 + noise(K, seed=2, scale=0.3), "k_norm": 1 + noise(K, seed=3, scale=0.3)}
-    keys, values = noise(G, S, K, seed=4), noise(G, S, K, seed=5)
-    want = naive(qkv, keys, values, 9, *norms.values(), None, False)
-    got = draft_attention(qkv, keys, values, i32(9), TABLE.cos, TABLE.sin, num_heads=H, eps=EPS, **norms)
-    assert (got.double() - want).abs().max() < 1e-5
+    assert keys[:, start + T :].isnan().all() and keys[:, start : start + T].isfinite().all()
 
 
 @pytest.mark.parametrize(("start", "T"), [(0, 3), (7, 1), (20, 11)])
@@ -110,43 +97,12 @@ def test_context_rows_are_normalised_rotated_and_stored(start: int, T: int):
     assert k_cache[:, :, untouched].isnan().all() and v_cache[:, :, untouched].isnan().all()
 
 
-def test_what_is_not_finite_is_not_stored():
-    # A masked row is still multiplied by 0, and 0 * NaN would reach every later block.
-    kv = noise(4, L * 2 * G * K, seed=6)
-    kv[1] = math.nan
-    kv[2, ::3] = math.inf
-    k_cache, v_cache = (torch.zeros(L, G, S, K) for _ in range(2))
-    append_context(kv, torch.ones(L, K), EPS, k_cache, v_cache, i32(2), TABLE.cos, TABLE.sin)
-    qkv = torch.full((3, (H + 2 * G) * K), math.nan)
-    ones = torch.ones(K)
-    draft_attention(
-        qkv, k_cache[0], v_cache[0], i32(9), TABLE.cos, TABLE.sin, num_heads=H, q_norm=ones, k_norm=ones, eps=EPS
-    )
-    assert k_cache.isfinite().all() and v_cache.isfinite().all()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_both_forms_agree_in_half_precision(dtype: torch.dtype):
+def test_half_precision_is_rounded_at_the_ends_only(dtype: torch.dtype):
     qkv = noise(5, (H + 2 * G) * K, seed=1).to(dtype)
     norms = {"q_norm": torch.ones(K, dtype=dtype), "k_norm": torch.ones(K, dtype=dtype)}
-    results = []
-    for num_rows in (None, S):
-        keys, values = noise(G, S, K, seed=4).to(dtype), noise(G, S, K, seed=5).to(dtype)
-        results.append(
-            draft_attention_ref(
-                qkv,
-                keys,
-                values,
-                i32(17),
-                TABLE.cos,
-                TABLE.sin,
-                num_heads=H,
-                eps=EPS,
-                window=None,
-                is_causal=False,
-                num_rows=num_rows,
-                **norms,
-            )
-        )
-    assert results[0].dtype is dtype
-    assert (results[0].float() - results[1].float()).norm() < 2e-2 * results[0].float().norm()
+    keys, values = noise(G, S, K, seed=4).to(dtype), noise(G, S, K, seed=5).to(dtype)
+    want = naive(qkv, keys, values, 17, *norms.values(), None, False)
+    got = draft_attention(qkv, keys, values, i32(17), TABLE.cos, TABLE.sin, num_heads=H, eps=EPS, **norms)
+    assert got.dtype is dtype
+    assert (got.double() - want).norm() < 1e-2 * want.norm()

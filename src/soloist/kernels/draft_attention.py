@@ -1,15 +1,18 @@
 """Attention of a DSpark block: over the context that the target's hidden states gave, and over the block itself.
 
 Owns no cache: it writes the rows it is given. Rows from the context's length on are scratch: a block leaves its own
-keys and values there, and whatever is committed later overwrites them. Only finite values are stored, because a masked
-row still meets the others in a product with 0.
+keys and values there, nothing else ever reads them, and whatever is committed later overwrites them.
 """
 
 import torch
 import torch.nn.functional as F
 
 from soloist.kernels.check import FLOATS, expect, use_reference
+from soloist.kernels.launch import HAS_TRITON
 from soloist.kernels.rotary import apply_rotary_ref
+
+if HAS_TRITON:
+    from soloist.kernels import draft_attention_triton
 
 
 def _norm_and_rotate(
@@ -21,9 +24,22 @@ def _norm_and_rotate(
     return apply_rotary_ref(normed, cos, sin, False).to(heads.dtype)
 
 
-def _finite(x: torch.Tensor) -> torch.Tensor:
-    """Replace what is not finite by 0."""
-    return torch.nan_to_num(x, 0.0, 0.0, 0.0)
+def append_context_ref(
+    kv: torch.Tensor,
+    k_norm: torch.Tensor,
+    eps: float,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    context_len: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> None:
+    """Normalise and rotate in fp32, then copy."""
+    T, (L, G, _, K), start = kv.shape[0], k_cache.shape, int(context_len)
+    rows = slice(start, start + T)
+    k, v = kv.view(T, L, 2, G, K).unbind(2)  # (T, L, G, K) each
+    k_cache[:, :, rows] = _norm_and_rotate(k, k_norm[:, None], eps, cos[rows], sin[rows]).permute(1, 2, 0, 3)
+    v_cache[:, :, rows] = v.permute(1, 2, 0, 3)
 
 
 def append_context(
@@ -40,10 +56,8 @@ def append_context(
 
     k_cache[l, :, context_len + t] = rotary(norm(k[t, l])) at position context_len + t;  v_cache likewise, as it is
 
-    One form for every device: fixed shapes, and nothing is read on the host.
-
     Args:
-        kv: (T, L * 2 * G * K), for each layer [k v].
+        kv: (T, L * 2 * G * K), for each layer [k v]. On a GPU K is a power of two, at least 16.
         k_norm: (L, K) weights of the RMS norm of each key head.
         eps: of that norm.
         k_cache: (L, G, S, K); rows context_len..context_len+T-1 are written in place.
@@ -64,21 +78,8 @@ def append_context(
     expect(context_len, "", torch.int32, dims, name="context_len")
     expect(cos, "N P", torch.float32, dims, name="cos")
     expect(sin, "N P", torch.float32, dims, name="sin")
-    T = kv.shape[0]
-    positions = context_len.long() + torch.arange(T, device=kv.device)  # (T,)
-    k, v = kv.view(T, L, 2, G, K).unbind(2)  # (T, L, G, K) each
-    cos, sin = cos.index_select(0, positions), sin.index_select(0, positions)  # (T, K/2) each
-    k = _norm_and_rotate(k, k_norm[:, None], eps, cos, sin)
-    k_cache.index_copy_(2, positions, _finite(k).permute(1, 2, 0, 3))
-    v_cache.index_copy_(2, positions, _finite(v).permute(1, 2, 0, 3))
-
-
-def _is_seen(positions: torch.Tensor, num_rows: int, window: int | None, is_causal: bool) -> torch.Tensor:
-    """Say which cache rows each query of a block sees, at (T,) consecutive `positions`: (T, num_rows) bool."""
-    rows = torch.arange(num_rows, device=positions.device)
-    here = positions[:, None]  # (T, 1)
-    is_seen = rows <= (here if is_causal else positions[-1:].expand(len(here), 1))  # (T, num_rows)
-    return is_seen if window is None else is_seen & ((rows - here).abs() < window)
+    form = append_context_ref if use_reference(kv) else draft_attention_triton.store_context
+    form(kv, k_norm, eps, k_cache, v_cache, context_len, cos, sin)
 
 
 def draft_attention_ref(
@@ -95,28 +96,23 @@ def draft_attention_ref(
     eps: float,
     window: int | None,
     is_causal: bool,
-    num_rows: int | None = None,
 ) -> torch.Tensor:
-    """Store the block, then attend through a mask.
-
-    With `num_rows`, cache rows to look at whatever the context's length, nothing is read on the host and the products
-    are computed in the cache's dtype; without, only the rows in use are touched, in fp32.
-    """
-    T, H, (G, _, K) = qkv.shape[0], num_heads, k_cache.shape
-    positions = context_len.long() + torch.arange(T, device=qkv.device)  # (T,)
-    cos, sin = cos.index_select(0, positions), sin.index_select(0, positions)  # (T, K/2) each
+    """Store the block, then attend through a mask, in fp32 from the rounded cache."""
+    T, H, (G, _, K), start = qkv.shape[0], num_heads, k_cache.shape, int(context_len)
+    end = start + T
+    cos, sin = cos[start:end], sin[start:end]  # (T, K/2) each
     q, k, v = qkv.view(T, H + 2 * G, K).split((H, G, G), dim=1)  # (T, H, K), (T, G, K) twice
     q, k = _norm_and_rotate(q, q_norm, eps, cos, sin), _norm_and_rotate(k, k_norm, eps, cos, sin)
-    k_cache.index_copy_(1, positions, _finite(k).transpose(0, 1))
-    v_cache.index_copy_(1, positions, _finite(v).transpose(0, 1))
-
-    dtype = torch.float32 if num_rows is None else qkv.dtype
-    num_rows = num_rows or int(context_len) + T
-    keys, values = k_cache[None, :, :num_rows].to(dtype), v_cache[None, :, :num_rows].to(dtype)  # (1, G, S, K) each
+    k_cache[:, start:end], v_cache[:, start:end] = k.transpose(0, 1), v.transpose(0, 1)
+    distance = torch.arange(end, device=qkv.device) - torch.arange(start, end, device=qkv.device)[:, None]  # (T, S)
+    is_seen = distance <= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
+    if window is not None:
+        is_seen &= distance.abs() < window
     # The heads of a group are further rows of one query, so that no key is copied.
-    q = q.view(T, G, H // G, K).permute(1, 2, 0, 3).reshape(1, G, -1, K).to(dtype)  # (1, G, H/G*T, K)
-    mask = _is_seen(positions, num_rows, window, is_causal).repeat(H // G, 1)  # (H/G*T, S)
-    out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)  # (1, G, H/G*T, K)
+    q = q.view(T, G, H // G, K).permute(1, 2, 0, 3).reshape(1, G, -1, K)  # (1, G, H/G*T, K)
+    keys, values = k_cache[None, :, :end].float(), v_cache[None, :, :end].float()  # (1, G, S, K) each
+    mask = is_seen.repeat(H // G, 1)  # (H/G*T, S)
+    out = F.scaled_dot_product_attention(q.float(), keys, values, attn_mask=mask)  # (1, G, H/G*T, K)
     return out.view(G, H // G, T, K).permute(2, 0, 1, 3).reshape(T, H * K).to(qkv.dtype)
 
 
@@ -140,12 +136,10 @@ def draft_attention(
     q, k = rotary(norm(q)), rotary(norm(k)) at positions context_len + t
     out[t, h] = sum_s softmax_s(q[t, h] . k[s, g] / sqrt(K)) v[s, g], s < context_len + T, g = h // (H / G)
 
-    On a GPU this is a masked attention over all S rows, with fixed shapes and nothing read on the host.
-
     Args:
-        qkv: (T, (H + 2 G) * K), rows [q k v].
+        qkv: (T, (H + 2 G) * K), rows [q k v]. On a GPU K is a power of two, at least 16.
         k_cache: (G, S, K), keys of the context after rotary. Rows context_len..context_len+T-1 are written in place;
-            later ones are never seen, but must be finite.
+            later ones are never read.
         v_cache: (G, S, K), likewise.
         context_len: () int32, tokens in the context.
         cos: (N, K/2) fp32 rotary table of N >= context_len + T positions.
@@ -165,7 +159,7 @@ def draft_attention(
     dims: dict[str, int] = {}
     expect(k_cache, "G S K", qkv.dtype, dims, name="k_cache")
     expect(v_cache, "G S K", qkv.dtype, dims, name="v_cache")
-    G, S, K = (dims[letter] for letter in "GSK")
+    G, K = dims["G"], dims["K"]
     assert num_heads % G == 0, f"{num_heads} query heads do not divide among {G} key heads"
     dims |= {"C": (num_heads + 2 * G) * K, "P": K // 2}
     expect(qkv, "T C", FLOATS, dims, name="qkv")
@@ -174,7 +168,8 @@ def draft_attention(
     expect(sin, "N P", torch.float32, dims, name="sin")
     for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
         expect(norm, "K", qkv.dtype, dims, name=name)
-    return draft_attention_ref(
+    form = draft_attention_ref if use_reference(qkv) else draft_attention_triton.attend_block
+    return form(
         qkv,
         k_cache,
         v_cache,
@@ -187,5 +182,4 @@ def draft_attention(
         eps=eps,
         window=window,
         is_causal=is_causal,
-        num_rows=None if use_reference(qkv) else S,
     )

@@ -65,8 +65,8 @@ def _num_scratch_rows(config: DSparkConfig) -> int:
 
 
 def num_positions(config: DSparkConfig, max_context_len: int) -> int:
-    """Count the rows that a context of `max_context_len` tokens needs, scratch included: a multiple of 16, as masks."""
-    return -(-(max_context_len + _num_scratch_rows(config)) // 16) * 16
+    """Count the rows that a context of `max_context_len` tokens needs, scratch included."""
+    return max_context_len + _num_scratch_rows(config)
 
 
 class DSpark(Drafter):
