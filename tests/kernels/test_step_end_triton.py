@@ -121,16 +121,19 @@ def test_a_step_behind_the_end_commits_nothing_whatever_it_holds(
     code: FinishCode, width: int, monkeypatch: pytest.MonkeyPatch
 ):
     """Without drafts its width is 0, with a drafter 1."""
-    launch_kernels(monkeypatch, verify)
     for seed in range(4):
         case = Case(seed)
-        case.gpu.end()
-        case.gpu.width.fill_(width)
-        case.gpu.finish_code.fill_(code)
-        highest = case.highest.nan_to_num(0, 0, 0).to(DEVICE)
-        target = Target(tokens=case.target_tokens.to(DEVICE), probs=None, highest=highest)
-        verdict = verify.accept(target, case.gpu, i32(9), Rule.CHAIN)
-        assert (int(verdict.num_committed), int(verdict.num_accepted), int(verdict.finish_code)) == (0, 0, code)
+        highest = case.highest.nan_to_num(0, 0, 0)
+        for buffers, device in ((case.cpu, torch.device("cpu")), (case.gpu, DEVICE)):
+            buffers.end()
+            buffers.width.fill_(width)
+            buffers.finish_code.fill_(code)
+            target = Target(tokens=case.target_tokens.to(device), probs=None, highest=highest.to(device))
+            with monkeypatch.context() as patch:
+                if buffers is case.gpu:
+                    launch_kernels(patch, verify)
+                verdict = verify.accept(target, buffers, i32(9, device), Rule.CHAIN)
+            assert (int(verdict.num_committed), int(verdict.num_accepted), int(verdict.finish_code)) == (0, 0, code)
 
 
 def finish_by_kernels(

@@ -115,12 +115,12 @@ def count_matching(target_tokens: torch.Tensor, draft_tokens: torch.Tensor, widt
     Args:
         target_tokens: (T,) int64.
         draft_tokens: (T-1,) int64.
-        width: () int32.
+        width: () int32; 0, behind the end of an answer, counts none.
 
     Returns:
         () int32.
     """
-    num_drafts = width - 1
+    num_drafts = (width - 1).clamp_min(0)
     if draft_tokens.shape[0] == 0:
         return num_drafts
     is_equal = (draft_tokens == target_tokens[:-1]).int()
@@ -273,7 +273,8 @@ def finish(
     """
     tokens, num_committed = verdict.committed_tokens, verdict.num_committed
     if not tokens.is_cuda:
-        ring.publish(tokens, num_committed, buffers.width - 1, verdict.num_accepted, verdict.finish_code, logprobs)
+        num_drafted = (buffers.width - 1).clamp_min(0)
+        ring.publish(tokens, num_committed, num_drafted, verdict.num_accepted, verdict.finish_code, logprobs)
         buffers.advance(tokens, num_committed, verdict.finish_code, plan)
         return
     # The ring lies in host memory, which only a kernel reaches without waiting.
