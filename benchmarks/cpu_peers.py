@@ -23,6 +23,7 @@ import torch
 
 from soloist.config import Environment
 from soloist.doctor import cpu_name
+from soloist.hub import find_model
 from soloist.roofline import measure_bandwidth
 
 HERE = Path(__file__).parent
@@ -142,7 +143,7 @@ def summarise(name: str, outputs: list[dict[str, Any]]) -> dict[str, Any]:
         "tok_per_s_median": 1e3 / statistics.median(tpot),
         "ttft_ms": statistics.median(run["ttft_ms"] for output in outputs for run in output["runs"]),
         "num_prompt_tokens": outputs[0]["num_prompt_tokens"],
-        "weight_bytes": outputs[0]["weight_bytes"],
+        "bytes_per_token": outputs[0]["bytes_per_token"],
         "num_runs": len(tpot),
         "text": outputs[0]["text"],
     }
@@ -158,13 +159,6 @@ def git_commit() -> str:
     return commit + ("+" if is_changed else "")
 
 
-def default_model() -> Path:
-    """Fetch the default model if need be and give its file."""
-    from soloist.hub import find_model
-
-    return find_model(None).path
-
-
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a .gguf file; default: Soloist's default model")
@@ -172,51 +166,66 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="times every engine is started")
     parser.add_argument("--runs", type=int, default=3, help="measured answers per start")
     parser.add_argument("--tokens", type=int, default=128, help="length of an answer")
-    parser.add_argument("--peers", default=",".join(peer.name for peer in PEERS), help="names, separated by commas")
+    names = [peer.name for peer in PEERS]
+    parser.add_argument("--peers", nargs="*", choices=names, default=names, help="default: all of them")
     parser.add_argument("--output", type=Path, default=RESULT, help="where the result goes")
     return parser.parse_args()
+
+
+def prepare(names: list[str], model: Path, work_dir: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Install the peers and convert the model for them; gives each one's interpreter, or the reason why it is absent."""
+    found: dict[str, Any] = {}
+    for peer in PEERS:
+        if peer.name in names:
+            try:
+                python = make_environment(peer, work_dir)
+                run_engine(peer, python, model, work_dir, options, num_runs=0)
+                found[peer.name] = python
+            except AbsentError as error:
+                say(f"{peer.name}: absent, {error}")
+                found[peer.name] = str(error)
+    return found
+
+
+def measure(
+    engines: list[tuple[Engine, Path]], model: Path, work_dir: Path, options: argparse.Namespace
+) -> tuple[dict[str, list[dict[str, Any]]], list[float]]:
+    """Run every engine once a round; gives their outputs by name, and the read bandwidth of each round."""
+    outputs: dict[str, list[dict[str, Any]]] = {engine.name: [] for engine, _ in engines}
+    bandwidths = []
+    for i in range(options.rounds):
+        bandwidths.append(measure_bandwidth("cpu"))
+        say(f"round {i + 1} of {options.rounds}: read bandwidth {bandwidths[-1]:.1f} GB/s")
+        for engine, python in engines:
+            output = json.loads(run_engine(engine, python, model, work_dir, options, options.runs))
+            outputs[engine.name].append(output)
+            speeds = ", ".join(f"{1e3 / run['tpot_ms']:.1f}" for run in output["runs"])
+            say(f"  {engine.name}: {speeds} tok/s")
+    return outputs, bandwidths
 
 
 def main() -> None:
     options = parse_options()
     work_dir = Environment.read().cache_dir / "peers"
     work_dir.mkdir(parents=True, exist_ok=True)
-    model = options.model or default_model()
+    model = options.model or find_model().path
+    assert model.is_file(), f"{model} is not a GGUF file, which all engines can read"
     torch.set_num_threads(options.threads)
 
-    engines, absent = {OURSELVES.name: (OURSELVES, Path(sys.executable))}, {}
-    for peer in PEERS:
-        if peer.name not in options.peers:
-            continue
-        try:
-            python = make_environment(peer, work_dir)
-            run_engine(peer, python, model, work_dir, options, num_runs=0)
-            engines[peer.name] = (peer, python)
-        except AbsentError as error:
-            say(f"{peer.name}: absent, {error}")
-            absent[peer.name] = str(error)
-
-    outputs: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
-    bandwidths = []
-    for i in range(options.rounds):
-        bandwidths.append(measure_bandwidth("cpu"))
-        say(f"round {i + 1} of {options.rounds}: read bandwidth {bandwidths[-1]:.1f} GB/s")
-        for name, (engine, python) in engines.items():
-            output = json.loads(run_engine(engine, python, model, work_dir, options, options.runs))
-            outputs[name].append(output)
-            speeds = ", ".join(f"{1e3 / run['tpot_ms']:.1f}" for run in output["runs"])
-            say(f"  {name}: {speeds} tok/s")
+    peers_found = prepare(options.peers, model, work_dir, options)
+    engines = [(OURSELVES, Path(sys.executable))]
+    engines += [(peer, peers_found[peer.name]) for peer in PEERS if isinstance(peers_found.get(peer.name), Path)]
+    outputs, bandwidths = measure(engines, model, work_dir, options)
 
     summaries = {name: summarise(name, runs) for name, runs in outputs.items()}
     ours = summaries.pop(OURSELVES.name)
-    bandwidth = statistics.median(bandwidths)
-    floor_ms = ours["weight_bytes"] / bandwidth / 1e6
+    # A ratio above 1: Soloist is faster.
     peers: list[dict[str, Any]] = [
-        # A ratio above 1: Soloist is faster.
-        {**peer, "ratio": peer["tpot_ms_median"] / ours["tpot_ms_median"]}
-        for peer in summaries.values()
+        peer | {"ratio": peer["tpot_ms_median"] / ours["tpot_ms_median"]} for peer in summaries.values()
     ]
-    peers += [{"name": name, "version": None, "absent": why} for name, why in absent.items()]
+    peers += [{"name": n, "version": None, "absent": why} for n, why in peers_found.items() if isinstance(why, str)]
+    bandwidth = statistics.median(bandwidths)
+    floor_ms = ours["bytes_per_token"] / bandwidth / 1e6
     result = {
         "case": "cpu-peers",
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -229,25 +238,17 @@ def main() -> None:
         "model": model.name,
         "weights": "real",
         "tensor_parallel_size": 1,
-        "dtype": ours["version"],
+        "dtype": outputs[OURSELVES.name][0]["weights_held"],
         "context_len": ours["num_prompt_tokens"] + options.tokens,
         "width": 1,
         "acceptance_length": 1.0,
         "acceptance_simulated": False,
-        "tpot_ms_median": ours["tpot_ms_median"],
-        "tpot_ms_p10": ours["tpot_ms_p10"],
-        "tpot_ms_p90": ours["tpot_ms_p90"],
-        "tpot_ms_mean": ours["tpot_ms_mean"],
-        "tok_per_s_median": ours["tok_per_s_median"],
+        **{key: value for key, value in ours.items() if key not in ("name", "version")},
         "step_ms_median": ours["tpot_ms_median"],
         "floor_step_ms": floor_ms,
         "share_of_floor": floor_ms / ours["tpot_ms_median"],
         "bandwidth_gb_per_s": bandwidth,
         "bandwidth_gb_per_s_by_round": bandwidths,
-        "ttft_ms": ours["ttft_ms"],
-        "num_prompt_tokens": ours["num_prompt_tokens"],
-        "num_runs": ours["num_runs"],
-        "text": ours["text"],
         "peers": peers,
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)

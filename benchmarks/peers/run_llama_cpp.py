@@ -57,7 +57,7 @@ def main() -> None:
             {
                 "version": llama_cpp.__version__,
                 "num_prompt_tokens": num_prompt,
-                "weight_bytes": llama_cpp.llama_model_size(model),
+                "bytes_per_token": llama_cpp.llama_model_size(model),
                 "runs": runs,
                 "text": text.decode(errors="replace"),
             }

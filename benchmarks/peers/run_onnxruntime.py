@@ -61,7 +61,7 @@ def main() -> None:
             {
                 "version": onnxruntime_genai.__version__,
                 "num_prompt_tokens": len(prompt_ids),
-                "weight_bytes": weight_bytes,
+                "bytes_per_token": weight_bytes,
                 "runs": runs,
                 "text": text,
             }

@@ -79,7 +79,7 @@ def main() -> None:
             {
                 "version": f"{transformers.__version__} with torch {torch.__version__}",
                 "num_prompt_tokens": input_ids.shape[1],
-                "weight_bytes": weight_bytes,
+                "bytes_per_token": weight_bytes,
                 "runs": runs,
                 "text": text,
             }
