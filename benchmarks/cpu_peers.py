@@ -173,7 +173,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def prepare(names: list[str], model: Path, work_dir: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Install the peers and convert the model for them; gives each one's interpreter, or the reason why it is absent."""
+    """Install the peers and convert the model for them; gives their interpreters, or why one is absent."""
     found: dict[str, Any] = {}
     for peer in PEERS:
         if peer.name in names:
