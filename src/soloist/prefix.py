@@ -107,7 +107,7 @@ class PrefixStore:
         wanted = list(prompt_ids[:-1])
         drafter_state = drafter.snapshot()
         can_cut = cache.can_rollback and drafter_state is None
-        live = self._take_live(cache)
+        live = self._take_live(cache, can_cut)
         if drafter_state is not None and not drafter.is_following:
             # The request went on without the drafter: what the cache holds has no state of it.
             live = []
@@ -144,13 +144,13 @@ class PrefixStore:
         """Copy the state of `token_ids`, which the cache holds now: a place to which later prompts may return."""
         self._add(list(token_ids), cache, drafter.snapshot(), can_cut=False)
 
-    def _take_live(self, cache: Cache) -> list[int]:
+    def _take_live(self, cache: Cache, can_cut: bool) -> list[int]:
         """Give the tokens whose state the cache holds, and forget them: the request may fail halfway."""
         num_held, live = int(cache.context_len), self._live_ids
         self._live_ids = []
         if num_held > len(live):
-            # Steps that were enqueued ahead may have gone beyond what the host saw.
-            if not cache.can_rollback:
+            # Steps that were enqueued ahead may have gone beyond what the host saw, and a drafter's state with them.
+            if not can_cut:
                 return []
             cache.rollback(len(live))
         return live[:num_held]

@@ -192,6 +192,21 @@ def test_drawn_drafts_leave_the_targets_law(rule: Rule, is_broken: bool):
 # --- reuse of prefixes ---
 
 
+def test_a_context_beyond_what_the_host_saw_is_not_used_again():
+    text = make_text(160)
+    target = PlanningTarget(text)
+    drafter = DSpark(right_model(target, right_config(), right_tensors()))
+    engine = make_scripted_engine(target, drafter, max_context_len=110)
+    engine.prefixes = PrefixStore(host_bytes=1 << 24)
+    assert answer(engine, text[:30], max_tokens=20) == text[30:50]
+    # A step that was enqueued ahead of a stop string commits, and nobody hears of it.
+    engine.runner.cache.context_len.add_(3)
+    drafter.buffers.context_len.add_(3)
+    generation = engine.generate(text[:60], SamplingParams(max_tokens=20))
+    assert [token for result in generation for token in result.token_ids] == text[60:80]
+    assert generation.stats.forwards == 20 // (1 + BLOCK)
+
+
 def test_the_context_comes_back_with_a_kept_prefix():
     # With a hole in its context, or rows of another text, this draft is wrong.
     text = make_text(280)
