@@ -386,6 +386,13 @@ def test_the_published_draft_of_ling_flash_has_the_published_parameters():
     assert num_parameters(config) - config.transformer.vocab_size * 2560 == 961_316_865
 
 
+def test_a_round_reads_what_the_specification_counts():
+    model = DSparkModel(random_config(published("ling-3.0-flash")), RecordingSource(), 1)
+    # Backbone, fc, head and eight times W2, in MB; and the context's keys and values, which it does not count.
+    assert model.read_bytes(0, 8) / 1e6 == pytest.approx(891 + 66 + 805 + 80.5 * 8 + 210, rel=1e-3)
+    assert model.read_bytes(8192, 8) - model.read_bytes(0, 8) == 8192 * 81_920
+
+
 def test_the_published_draft_of_qwen3_4b_has_the_published_parameters():
     config = random_config(Qwen3Config.from_dict(built_in_config("qwen3-4b")), block_size=7)
     assert config.target_layer_ids == (1, 9, 17, 25, 33)

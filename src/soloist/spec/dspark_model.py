@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from soloist.kernels.draft_attention import append_context, draft_attention
-from soloist.kernels.linear import linear, linear_residual, norm_linear
+from soloist.kernels.linear import PackedWeight, linear, linear_residual, norm_linear
 from soloist.kernels.norm import rms_norm
 from soloist.kernels.rotary import RotaryTable, make_rotary_table
 from soloist.models.feed_forward import DenseFeedForward
@@ -111,6 +111,11 @@ class MarkovHead:
         # (1, M) fp32: what a block begins with.
         self.start = torch.zeros(1, M, device=weights.device)
 
+    @property
+    def weights(self) -> list[Weight]:
+        """What a step applies."""
+        return [self.w2]
+
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Look tokens (n,) up: (n, M)."""
         return F.embedding(tokens, self.w1)
@@ -140,6 +145,10 @@ class GatedMarkovHead(MarkovHead):
         self.gate_proj = weights.linear(Part(name="markov_head.gate_proj.weight", shape=(M, D + M)))
         self.gate_bias = weights.tensor(Part(name="markov_head.gate_proj.bias", shape=(M,)), init="bias")
 
+    @property
+    def weights(self) -> list[Weight]:
+        return [self.w2, self.gate_proj]
+
     def step(
         self, embedded: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,6 +165,10 @@ class RecurrentMarkovHead(MarkovHead):
         D, M = config.transformer.hidden_size, config.markov_rank
         self.joint_proj = weights.linear(Part(name="markov_head.joint_proj.weight", shape=(3 * M, 2 * M + D)))
         self.joint_bias = weights.tensor(Part(name="markov_head.joint_proj.bias", shape=(3 * M,)), init="bias")
+
+    @property
+    def weights(self) -> list[Weight]:
+        return [self.w2, self.joint_proj]
 
     def step(
         self, embedded: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor
@@ -199,6 +212,11 @@ class ConfidenceHead:
             assert embedded is not None
             features = torch.cat([features, embedded.float()], dim=-1)  # (n, D+M)
         return torch.addmv(self.bias, features, self.weight[0]).sigmoid()
+
+
+def _held_bytes(weight: Weight) -> int:
+    """Bytes of a weight in memory."""
+    return weight.num_bytes if isinstance(weight, PackedWeight) else weight.numel() * weight.element_size()
 
 
 class DSparkModel:
@@ -293,6 +311,18 @@ class DSparkModel:
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Apply the output head to `run_block`'s hidden states (n, D): (n, draft_vocab_size) fp32, without the bias."""
         return linear(hidden, self.lm_head, out_dtype=torch.float32)
+
+    def read_bytes(self, context_len: int, num_drafts: int) -> int:
+        """Count the bytes that a round reads: weights, once each time they are applied, and the context."""
+        t = self.config.transformer
+        weights = [self.fc, self.context_kv, self.lm_head]
+        for layer in self.layers:
+            weights += [layer.attention.qkv_proj, layer.attention.o_proj]
+            weights += [layer.feed_forward.gate_up, layer.feed_forward.down]
+        if self.markov is not None:
+            weights += self.markov.weights * num_drafts
+        row_bytes = 2 * t.num_hidden_layers * t.num_key_value_heads * t.head_dim * self.dtype.itemsize
+        return sum(map(_held_bytes, weights)) + context_len * row_bytes
 
     def over_target_ids(self, logits: torch.Tensor) -> torch.Tensor:
         """Spread logits (n, draft_vocab_size) over the target's vocabulary (n, N): what the head lacks is -inf."""
