@@ -21,7 +21,7 @@ from soloist.runtime.buffers import FinishCode, SamplingPlan
 from soloist.runtime.graph import Execution, StepGraph, StepQueue
 from soloist.runtime.ring import StepRecord, TokenLogprob, TokenRing
 from soloist.runtime.runner import ModelRunner
-from soloist.runtime.sampler import make_target
+from soloist.runtime.sampler import Target, make_target
 from soloist.sampling_params import SamplingParams
 from soloist.spec.costs import StepCosts
 from soloist.spec.drafter import Drafter, NoDrafter
@@ -367,9 +367,15 @@ class Engine:
             if constraint is not None:
                 self._constrain(constraint)
             num_rows = int(buffers.width) if may_read_width else buffers.max_width if is_drafting else 1
-            hidden, logits = runner.forward(num_rows)  # (T, D), (T, N)
-            has_law = drafter.has_draft_law and num_rows > 1 and probability is None
-            target = make_target(logits, buffers, context_len, plan, has_draft_law=has_law)
+            hidden = runner.forward(num_rows)  # (T, D)
+            logits = None
+            if plan.needs_logits:
+                logits = runner.compute_logits(hidden)  # (T, N)
+                has_law = drafter.has_draft_law and num_rows > 1 and probability is None
+                target = make_target(logits, buffers, context_len, plan, has_draft_law=has_law)
+            else:
+                tokens, highest = runner.model.pick_likeliest(hidden, buffers.num_tokens)  # (T,), (T,)
+                target = Target(tokens=tokens, probs=None, highest=highest)
             if probability is None:
                 verdict = accept(target, buffers, context_len, rule)
             else:
@@ -379,13 +385,10 @@ class Engine:
                 if width_rule is not None:
                     width_rule.record(buffers.width, verdict.num_accepted)
                 drafter.update(buffers, verdict, hidden, runner.captured(num_rows))
-            finish(
-                verdict,
-                buffers,
-                ring,
-                plan,
-                logprobs=top_logprobs(logits, verdict.committed_tokens) if plan.has_logprobs else None,
-            )
+            logprobs = None
+            if logits is not None and plan.has_logprobs:
+                logprobs = top_logprobs(logits, verdict.committed_tokens)
+            finish(verdict, buffers, ring, plan, logprobs=logprobs)
 
         return step
 

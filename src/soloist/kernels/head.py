@@ -4,7 +4,7 @@ import torch
 
 from soloist.kernels.check import FLOATS, expect, use_reference
 from soloist.kernels.launch import HAS_TRITON
-from soloist.kernels.linear import PackedWeight, Weight, norm_linear
+from soloist.kernels.linear import PackedWeight, Weight, is_step_map, norm_linear
 
 if HAS_TRITON:
     from soloist.kernels import linear_triton
@@ -34,8 +34,7 @@ def norm_argmax(
         vocab_size: rows of the weight that are tokens; those behind are padding and never win.
 
     Returns:
-        (T) int64 ids, the lowest of equals, and (T) fp32 their logits; the sums are fp32. On a GPU a row of up to 16
-        has the same bits whatever T.
+        (T) int64 ids, the lowest of equals, and (T) fp32 their logits; the sums are fp32.
     """
     dims: dict[str, int] = {}
     expect(x, "T D", FLOATS, dims, name="x")
@@ -44,7 +43,7 @@ def norm_argmax(
     if use_reference(x) or isinstance(weight, PackedWeight):
         return norm_argmax_ref(x, norm_weight, eps, weight, vocab_size)
     expect(weight, "N D", x.dtype, dims, name="weight")
-    if dims["T"] > linear_triton.MAX_STEP_TOKENS or x.element_size() != 2:
+    if not is_step_map(x, weight):
         return norm_argmax_ref(x, norm_weight, eps, weight, vocab_size)
     settings = linear_triton.settings_for(*weight.shape)
     return linear_triton.argmax_step(x, norm_weight, eps, weight, vocab_size, settings)

@@ -291,13 +291,13 @@ def linear(
     expect(weight, "O I", x.dtype, dims, name="weight")
     if use_reference(x):
         return linear_ref(x, weight, bias, out_dtype=out_dtype)
-    if _is_step(x, weight):
+    if is_step_map(x, weight):
         settings = linear_triton.settings_for(*weight.shape)
         return linear_triton.linear_step(x, None, 0.0, weight, bias, None, out_dtype or x.dtype, settings)
     return _matrix_product(x, weight, bias, out_dtype)
 
 
-def _is_step(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def is_step_map(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Say whether a GPU's step kernel takes the product; more rows, other dtypes, wide heads go to cuBLAS."""
     T, O = x.shape[0], weight.shape[0]
     is_wide = T > MAX_ROWS_OF_WIDE_MAPS and O >= MIN_OUTPUTS_OF_WIDE_MAPS
@@ -344,7 +344,7 @@ def norm_linear(
     if use_reference(x):
         return linear(rms_norm_ref(x, norm_weight, eps), weight, bias, out_dtype=out_dtype)
     assert isinstance(weight, torch.Tensor), "packed weights are for the CPU"
-    if _is_step(x, weight):
+    if is_step_map(x, weight):
         expect(weight, "O D", x.dtype, {"D": x.shape[1]}, name="weight")
         settings = linear_triton.settings_for(*weight.shape)
         return linear_triton.linear_step(x, norm_weight, eps, weight, bias, None, out_dtype or x.dtype, settings)
@@ -370,7 +370,7 @@ def norm_swiglu(
 
     Source: Shazeer 2020 (arXiv 2002.05202), equation 6; the limit as Ling-3.0 was trained with.
     """
-    if not use_reference(x) and isinstance(gate_up, torch.Tensor) and _is_step(x, gate_up):
+    if not use_reference(x) and isinstance(gate_up, torch.Tensor) and is_step_map(x, gate_up):
         settings = linear_triton.settings_for(*gate_up.shape, has_gate=True)
         return linear_triton.swiglu_step(x, norm_weight, eps, gate_up, limit, settings)
     gate, up = norm_linear(x, norm_weight, eps, gate_up).float().chunk(2, dim=-1)  # (T, F) each
@@ -394,7 +394,7 @@ def linear_residual(x: torch.Tensor, weight: Weight, residual: torch.Tensor) -> 
         (T, D), the dtype of `x`. The product is rounded to that dtype before it is added, but not in a GPU's step.
     """
     expect(residual, "T D", x.dtype, {"T": x.shape[0], "D": weight.shape[0]}, name="residual")
-    if not use_reference(x) and isinstance(weight, torch.Tensor) and _is_step(x, weight):
+    if not use_reference(x) and isinstance(weight, torch.Tensor) and is_step_map(x, weight):
         settings = linear_triton.settings_for(*weight.shape)
         return linear_triton.linear_step(x, None, 0.0, weight, None, residual, x.dtype, settings)
     return residual + linear(x, weight)

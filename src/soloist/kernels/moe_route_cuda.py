@@ -164,7 +164,7 @@ class Slots(NamedTuple):
     # (slots, 16) fp32: weight of the slot for each token, 0 where it does not take it.
     weight: torch.Tensor
     # () int32: slots in use.
-    count: torch.Tensor
+    num_slots: torch.Tensor
 
 
 def route_ref(

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from soloist.kernels.sampling import likeliest
 from soloist.models.cache import Cache, StepKind
 from soloist.models.weights import LoadReport, Weight, WeightSource
 from soloist.roofline import Footprint
@@ -97,6 +98,18 @@ class CausalLM(ABC):
     @abstractmethod
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and output head: residual stream (T, D) to logits (T, N) fp32."""
+
+    def pick_likeliest(self, hidden: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Find the likeliest of the first `num_tokens` tokens behind each row; models may do so without the logits.
+
+        Args:
+            hidden: (T, D) residual stream.
+            num_tokens: N, ids that may be drawn.
+
+        Returns:
+            (T,) int64 ids, the lowest of equals, and (T,) fp32 their logits.
+        """
+        return likeliest(self.compute_logits(hidden)[:, :num_tokens])
 
 
 @dataclass(frozen=True, kw_only=True)

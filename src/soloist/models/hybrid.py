@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from soloist.errors import ContextLengthError
+from soloist.kernels.head import norm_argmax
 from soloist.kernels.linear import norm_linear
 from soloist.kernels.norm import rms_norm
 from soloist.kernels.rotary import RotaryTable
@@ -150,3 +151,6 @@ class HybridCausalLM(CausalLM):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return norm_linear(hidden, self.norm, self.config.rms_norm_eps, self.lm_head, out_dtype=torch.float32)
+
+    def pick_likeliest(self, hidden: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return norm_argmax(hidden, self.norm, self.config.rms_norm_eps, self.lm_head, num_tokens)

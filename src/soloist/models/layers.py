@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from soloist.errors import ContextLengthError, UnsupportedError
 from soloist.kernels.attention import attention
+from soloist.kernels.head import norm_argmax
 from soloist.kernels.linear import linear_residual, norm_linear
 from soloist.kernels.norm import rms_norm
 from soloist.kernels.rotary import RopeScaling, RotaryTable, YarnScaling, make_rotary_table
@@ -236,3 +237,6 @@ class DenseCausalLM(CausalLM):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return norm_linear(hidden, self.norm, self.config.rms_norm_eps, self.lm_head, out_dtype=torch.float32)
+
+    def pick_likeliest(self, hidden: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return norm_argmax(hidden, self.norm, self.config.rms_norm_eps, self.lm_head, num_tokens)

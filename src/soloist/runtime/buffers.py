@@ -41,6 +41,11 @@ class SamplingPlan:
     # Whether every row has a set of its own of the tokens that may be drawn.
     has_constraint: bool
 
+    @property
+    def needs_logits(self) -> bool:
+        """Whether a step must hold a row of logits, rather than only know its largest."""
+        return self != SamplingPlan.of(SamplingParams())
+
     @classmethod
     def of(cls, params: SamplingParams, *, has_constraint: bool = False) -> Self:
         """Choose the parts that `params` needs."""

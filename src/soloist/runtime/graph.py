@@ -8,7 +8,7 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -52,10 +52,10 @@ class StepGraph:
         step: launches one step on the current stream; its shapes and addresses never change. It is run twice here, so
             the caller sees to it that the step changes nothing (`num_left` is 0).
         has_pdl: whether kernels carry the programmatic launch attribute.
-        pool: memory pool that graphs of one engine share, since no two of them run at once.
+        pool: handle of the memory pool that graphs of one engine share, since no two of them run at once.
     """
 
-    def __init__(self, step: Callable[[], None], *, has_pdl: bool, pool: tuple[int, int] | None = None) -> None:
+    def __init__(self, step: Callable[[], None], *, has_pdl: bool, pool: Any = None) -> None:
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)
         self._stream = torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())

@@ -108,22 +108,24 @@ class ModelRunner:
             on_progress(total, total)
         return not is_cancelled()
 
-    def forward(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, num_rows: int) -> torch.Tensor:
         """Run the first rows of the step's input behind the committed sequence; nothing is committed.
 
         Args:
             num_rows: T of this step. The rows from `buffers.width` on are padding.
 
         Returns:
-            (T, D) residual stream before the final norm; (T, N) fp32 logits of the tokens that may be drawn.
+            (T, D) residual stream before the final norm.
         """
         buffers = self.buffers
         # One row needs no verification: it is part of the sequence whatever follows.
         kind = StepKind.DECODE if num_rows == 1 else StepKind.VERIFY
         input_ids = buffers.input_ids[:num_rows]
-        hidden = self.model.forward(input_ids, self.cache, kind, width=buffers.width, capture=self.capture)
-        logits = self.model.compute_logits(hidden)
-        return hidden, logits[:, : buffers.num_tokens]
+        return self.model.forward(input_ids, self.cache, kind, width=buffers.width, capture=self.capture)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Give the logits (T, N) fp32 of the tokens that may be drawn."""
+        return self.model.compute_logits(hidden)[:, : self.buffers.num_tokens]
 
     def commit(self, num_committed: torch.Tensor, num_rows: int) -> None:
         """Advance the cache by the first `num_committed` () int32 rows of the last step, which had `num_rows`."""
