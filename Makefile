@@ -16,9 +16,10 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c const
 VENV_STAMP := $(VENV)/stamp-venv
 RUN_STAMP := $(VENV)/stamp-run
 TEST_STAMP := $(VENV)/stamp-test
+CLIENTS_STAMP := $(VENV)/stamp-clients
 export PROMPT
 
-.PHONY: help run test check docs bench-cpu clean
+.PHONY: help run test test-clients test-browser fuzz check docs bench-cpu test-gpu bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -30,6 +31,15 @@ run: $(RUN_STAMP)  ## Install Soloist, fetch the default model (98 MB) and answe
 test: check  ## Everything a change must pass: checks, then all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations 10
 
+test-clients: $(CLIENTS_STAMP)  ## The official clients of OpenAI and Anthropic against the server
+	$(BIN)/python -m pytest tests/clients/test_official_clients.py
+
+test-browser: $(CLIENTS_STAMP)  ## The page in headless Chromium, which must be installed; SCREENSHOTS=FOLDER keeps pictures
+	$(BIN)/python -m pytest tests/browser
+
+fuzz: $(CLIENTS_STAMP)  ## Thousands of wrong requests: the server answers each and lives on
+	$(BIN)/python -m pytest tests/clients/test_fuzz.py --timeout 1800
+
 check: $(TEST_STAMP)  ## Lint, formatting, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -40,6 +50,16 @@ docs: $(TEST_STAMP)  ## Regenerate docs/cli.md from the command line itself
 
 bench-cpu: $(RUN_STAMP)  ## Compare with other engines on this CPU: builds them first, takes about 15 minutes
 	$(BIN)/python benchmarks/cpu_peers.py
+
+# On a machine with a GPU the interpreter that has PyTorch for CUDA is used as it is; nothing is installed.
+test-gpu:  ## Every kernel and the captured step on this machine's GPU, with PYTHON's own packages
+	PYTHONPATH=src $(PYTHON) -m pytest -q -p no:cacheprovider -n 12 tests/kernels tests/runtime -k "triton or head or graph or cuda"
+
+bench-gpu:  ## Decode and verify steps of full-size models, and every kernel, on this machine's GPU
+	PYTHONPATH=src $(PYTHON) benchmarks/decode_gpu.py qwen2-1.5b-nodraft ling3-tiny-nodraft ling3-tiny-verify \
+	    ling3-flash-shard2-nodraft ling3-flash-shard2-verify
+	PYTHONPATH=src $(PYTHON) benchmarks/kernels_hybrid.py --shapes flash-tp1,flash-tp2,tiny \
+	    --json benchmarks/results/h200/kernels.json
 
 clean:  ## Remove the environment and every cache
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -56,3 +76,7 @@ $(RUN_STAMP): $(VENV_STAMP) pyproject.toml constraints.txt
 $(TEST_STAMP): $(VENV_STAMP) pyproject.toml constraints.txt
 	$(PIP_INSTALL) -e '.[test]'
 	@touch $@ $(RUN_STAMP)
+
+$(CLIENTS_STAMP): $(VENV_STAMP) pyproject.toml constraints.txt
+	$(PIP_INSTALL) -e '.[test,clients]'
+	@touch $@ $(TEST_STAMP) $(RUN_STAMP)

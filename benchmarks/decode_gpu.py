@@ -1,7 +1,7 @@
-"""Time decode and verify steps of full-size models on one GPU: random weights, spread routing, through the engine's loop.
+"""Time decode and verify steps of full-size models on one GPU: random weights, spread routing, the engine's own loop.
 
-`PYTHONPATH=src python benchmarks/decode_gpu.py CASE [CASE ...] [--out FOLDER]` writes `FOLDER/CASE.json` per case. The rows
-of a step are independent random ids, so that routing spreads as uniform routing does; the distinct experts are counted.
+`PYTHONPATH=src python benchmarks/decode_gpu.py CASE [CASE ...] [--out FOLDER]` writes `FOLDER/CASE.json` per case. The
+rows of a step are independent random ids, so that routing spreads as uniform routing does; distinct experts are counted.
 """
 
 import argparse
@@ -11,7 +11,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
 from importlib.resources import files
@@ -255,7 +254,7 @@ def main() -> None:
     known = cases()
     parser.add_argument("cases", nargs="+", choices=list(known))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200"))
-    parser.add_argument("--commit", default=commit_id())
+    parser.add_argument("--commit", default=commit_id(), help="where git is not there to ask")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda")
