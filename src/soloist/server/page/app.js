@@ -39,7 +39,7 @@ function button(label, act) {
 
 function show(index) {
   const message = messages[index];
-  const who = element("div", { className: "who" }, message.role === "user" ? "You" : "Model");
+  const who = element("div", { className: "who" }, message.role === "user" ? "You" : message.failed ? "Error" : "Model");
   const said = element("div", { className: "said", textContent: message.content });
   const article = element("article", { className: message.role + (message.failed ? " failed" : "") }, who);
   if (message.role === "user") who.append(button("Edit", () => edit(index)));
@@ -204,6 +204,7 @@ function stop() {
     const health = await (await fetch("health")).json();
     if (health.running) return setTimeout(watch, 5);
     $("state").textContent = `idle ${(performance.now() - asked).toFixed(0)} ms after stop`;
+    refresh();
   };
   watch().catch(() => {});
 }
