@@ -153,7 +153,7 @@ MakeDrafter = Callable[[Setting], Drafter]
 DRAFTERS: dict[str, tuple[MakeDrafter, tuple[str, ...]]] = {
     "ngram": (_ngram, FAMILIES),
     "draft model": (lambda setting: _draft_model(setting, "llama", 9), FAMILIES),
-    "recurrent draft model": (lambda setting: _draft_model(setting, "kimi_linear", 9), FAMILIES),
+    "recurrent draft model": (lambda setting: _draft_model(setting, "kimi_linear", 9), ("llama", "kimi_linear")),
     # Always right, so every step commits all its drafts.
     "twin": (_twin, FAMILIES),
     "mtp": (_mtp, ("bailing_moe_v3",)),
