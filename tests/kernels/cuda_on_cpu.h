@@ -1,0 +1,119 @@
+// What a CUDA C++ kernel of one program needs, on a CPU: each thread is a fiber, which goes on at a barrier once the
+// others of its warp, or of the program, have come to it. Included before a kernel's source.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <ucontext.h>
+#include <utility>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __launch_bounds__(threads)
+#define __shared__ static
+
+using std::max;
+using std::min;
+
+struct uint2 { unsigned x, y; };
+static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+template <class To, class From> static To cpu_bits(From from) {
+    To to;
+    static_assert(sizeof to == sizeof from);
+    std::memcpy(&to, &from, sizeof to);
+    return to;
+}
+static inline float __uint_as_float(unsigned x) { return cpu_bits<float>(x); }
+static inline float __int_as_float(unsigned x) { return cpu_bits<float>(x); }
+static inline unsigned __float_as_uint(float x) { return cpu_bits<unsigned>(x); }
+static inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
+static inline int __popc(unsigned x) { return __builtin_popcount(x); }
+template <class T> static T __ldcg(const T* p) { return *p; }
+
+static struct { int x; } threadIdx;
+static ucontext_t cpu_scheduler;
+static std::vector<ucontext_t> cpu_fibers;
+
+static void cpu_yield() {
+    const int me = threadIdx.x;
+    swapcontext(&cpu_fibers[me], &cpu_scheduler);
+    threadIdx.x = me;
+}
+
+struct CpuBarrier {
+    int size, count = 0, round = 0;
+    void wait() {
+        const int mine = round;
+        if (++count == size) { count = 0; ++round; }
+        else while (round == mine) cpu_yield();
+    }
+};
+static CpuBarrier cpu_program;
+static std::vector<CpuBarrier> cpu_warps;
+static std::vector<unsigned> cpu_exchange;
+
+static void __syncthreads() { cpu_program.wait(); }
+static void atomicOr(unsigned* p, unsigned bits) { *p |= bits; }
+template <class T> static T cpu_shuffle(T x, int from) {
+    const int me = threadIdx.x, warp = me / 32;
+    cpu_exchange[me] = cpu_bits<unsigned>(x);
+    cpu_warps[warp].wait();
+    const T got = cpu_bits<T>(cpu_exchange[warp * 32 + from]);
+    cpu_warps[warp].wait();
+    return got;
+}
+template <class T> static T __shfl_sync(unsigned, T x, int lane) { return cpu_shuffle(x, lane); }
+template <class T> static T __shfl_xor_sync(unsigned, T x, int o) { return cpu_shuffle(x, (threadIdx.x % 32) ^ o); }
+template <class T> static T __shfl_up_sync(unsigned, T x, int o) {
+    const int lane = threadIdx.x % 32;
+    return cpu_shuffle(x, lane < o ? lane : lane - o);
+}
+
+static void (*cpu_body)();
+static std::vector<char> cpu_is_done;
+static void cpu_main() {
+    const int me = threadIdx.x;
+    cpu_body();
+    cpu_is_done[me] = 1;
+    swapcontext(&cpu_fibers[me], &cpu_scheduler);
+}
+
+// Runs `body` in every thread of one program.
+static void cpu_run(int threads, void (*body)()) {
+    static std::vector<std::vector<char>> stacks;
+    stacks.assign(threads, std::vector<char>(1 << 16));
+    cpu_body = body;
+    cpu_fibers.assign(threads, {});
+    cpu_is_done.assign(threads, 0);
+    cpu_exchange.assign(threads, 0);
+    cpu_program = {threads};
+    cpu_warps.assign(threads / 32, {32});
+    for (int i = 0; i < threads; ++i) {
+        getcontext(&cpu_fibers[i]);
+        cpu_fibers[i].uc_stack.ss_sp = stacks[i].data();
+        cpu_fibers[i].uc_stack.ss_size = stacks[i].size();
+        makecontext(&cpu_fibers[i], cpu_main, 0);
+    }
+    for (bool is_busy = true; is_busy;) {
+        is_busy = false;
+        for (int i = 0; i < threads; ++i)
+            if (!cpu_is_done[i]) {
+                is_busy = true;
+                threadIdx.x = i;
+                swapcontext(&cpu_scheduler, &cpu_fibers[i]);
+            }
+    }
+}
+
+template <class... A, size_t... I> static void cpu_call(void (*f)(A...), void** values, std::index_sequence<I...>) {
+    f(*static_cast<A*>(values[I])...);
+}
+
+// Launches one program of a kernel, with the addresses of its arguments.
+template <class... A> static void cpu_launch(void (*kernel)(A...), int threads, void** values) {
+    static void (*f)(A...);
+    static void** v;
+    f = kernel;
+    v = values;
+    cpu_run(threads, [] { cpu_call(f, v, std::index_sequence_for<A...>{}); });
+}
