@@ -1,7 +1,7 @@
 """Time decode and verify steps of full-size models on one GPU: random weights, spread routing, the engine's own loop.
 
 `PYTHONPATH=src python benchmarks/decode_gpu.py CASE [CASE ...] [--out FOLDER]` writes `FOLDER/CASE.json` per case. The
-rows of a step are independent random ids, so that routing spreads as uniform routing does; distinct experts are counted.
+rows of a step are independent random ids, so that routing spreads as uniform routing does; the experts are counted.
 """
 
 import argparse
