@@ -4,6 +4,7 @@ Owns loading a model with everything around it, and turning prompts and messages
 tokens of an answer is in `answer`, where they come from in `engine`.
 """
 
+import contextlib
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -163,7 +164,12 @@ class LLM:
         return self.stream(prompt, params, on_prefill=on_prefill).completion
 
     def stream(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, on_prefill: OnPrefill | None = None
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        on_prefill: OnPrefill | None = None,
+        turn_ends: Sequence[int] = (),
     ) -> Stream:
         """Continue a prompt, step by step.
 
@@ -172,6 +178,7 @@ class LLM:
                 added if the checkpoint's prompts begin with it. For what a user wrote, use `stream_chat`.
             params: None: greedy, to the end of the context.
             on_prefill: called with (prompt tokens read, prompt tokens to read) while the prompt is read.
+            turn_ends: lengths of beginnings of the prompt to which later prompts are likely to return.
 
         Raises:
             ContextLengthError: prompt and answer do not fit into the context.
@@ -180,7 +187,7 @@ class LLM:
         params = params or SamplingParams()
         if params.stop_strings and self.tokenizer is None:
             raise UsageError("stop strings need text, and this model came without a tokenizer")
-        generation = self.engine.generate(self.encode(prompt), params, on_prefill=on_prefill)
+        generation = self.engine.generate(self.encode(prompt), params, on_prefill=on_prefill, turn_ends=turn_ends)
         return Stream(generation, self.tokenizer, params)
 
     def chat(
@@ -219,7 +226,8 @@ class LLM:
             UsageError: the model has no chat template, or the messages cannot be written down.
         """
         prompt = self.render(messages, tools=tools, template_kwargs=template_kwargs)
-        return self.stream(prompt.ids, params, on_prefill=on_prefill)
+        turn_ends = self.turn_ends(messages, prompt.ids, tools=tools, template_kwargs=template_kwargs)
+        return self.stream(prompt.ids, params, on_prefill=on_prefill, turn_ends=turn_ends)
 
     def stream_infill(
         self, prefix: str, suffix: str, params: SamplingParams | None = None, *, on_prefill: OnPrefill | None = None
@@ -251,6 +259,35 @@ class LLM:
         """
         template = self._template or ChatTemplate(self._need_tokenizer(), self.architecture)
         return template.render(messages, tools=tools, template_kwargs=template_kwargs)
+
+    def turn_ends(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        prompt_ids: Sequence[int],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> tuple[int, ...]:
+        """Find where the system message and the last turn end in the prompt that `messages` became.
+
+        Empty where it is of no use: nothing is kept between requests, or a kept state can be cut back anywhere.
+        """
+        template = self._template
+        if template is None or self.engine.prefixes is None or self.engine.runner.cache.can_rollback:
+            return ()
+        beginnings = [(messages, False)]
+        if messages[0].get("role") in ("system", "developer"):
+            beginnings.append(([messages[0], {"role": "user", "content": "?"}], True))
+        ends = set()
+        for beginning, is_open in beginnings:
+            # A template may refuse to stop there; then there is one place less to return to.
+            with contextlib.suppress(UsageError):
+                prompt = template.render(
+                    beginning, tools=tools, template_kwargs=template_kwargs, add_generation_prompt=is_open
+                )
+                pairs = enumerate(zip(prompt.ids, prompt_ids, strict=False))
+                ends.add(next((i for i, (a, b) in pairs if a != b), min(len(prompt.ids), len(prompt_ids))))
+        return tuple(sorted(ends))
 
     def encode(self, prompt: str | Iterable[int]) -> list[int]:
         """Turn a prompt into token ids, as `stream` does.

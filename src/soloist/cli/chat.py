@@ -33,6 +33,8 @@ HELP = """\
 Ctrl-C              stops the answer"""
 QUOTES = '"""'
 MAX_HISTORY_LINES = 1000
+# Memory for states of earlier turns.
+KEPT_BYTES = 1 << 30
 
 
 class Conversation:
@@ -254,6 +256,10 @@ def chat(
         dtype=dtype,
         draft=draft,
     )
+    from soloist.prefix import PrefixStore
+
+    # A conversation is read once, and goes on where it ended.
+    llm.engine.prefixes = PrefixStore(host_bytes=KEPT_BYTES)
     is_interactive = sys.stdin.isatty()
     history = Environment.read().cache_dir / "chat-history"
     if is_interactive:

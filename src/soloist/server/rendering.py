@@ -63,7 +63,7 @@ def render_chat(
     warnings = [] if reasoning_effort is None else _set_effort(kwargs, reasoning_effort, template.variables)
     parser = parser_class(template.text_for(tools)) if tools else None
     prompt = template.render(cleaned, tools=tools, template_kwargs=kwargs)
-    turn_ends = _turn_ends(llm, cleaned, prompt.ids, tools, kwargs)
+    turn_ends = llm.turn_ends(cleaned, prompt.ids, tools=tools, template_kwargs=kwargs)
     return Rendered(
         text=prompt.text,
         ids=prompt.ids,
@@ -90,33 +90,3 @@ def _set_effort(kwargs: dict[str, Any], effort: str, variables: frozenset[str]) 
     else:
         return [f"reasoning effort {effort!r} has no effect: the chat template of this model knows no such thing"]
     return []
-
-
-def _turn_ends(
-    llm: LLM,
-    messages: Sequence[Mapping[str, Any]],
-    prompt_ids: list[int],
-    tools: Sequence[Mapping[str, Any]] | None,
-    kwargs: Mapping[str, Any],
-) -> tuple[int, ...]:
-    """Find the ends of the system message and of the last turn, for models whose state cannot be cut back to them."""
-    template = llm.chat_template
-    if template is None or llm.engine.prefixes is None or llm.engine.runner.cache.can_rollback:
-        return ()
-    ends = set()
-    try:
-        closed = template.render(messages, tools=tools, template_kwargs=kwargs, add_generation_prompt=False).ids
-        ends.add(_num_common(closed, prompt_ids))
-        if messages[0].get("role") in ("system", "developer"):
-            other = [messages[0], {"role": "user", "content": "?"}]
-            ends.add(_num_common(template.render(other, tools=tools, template_kwargs=kwargs).ids, prompt_ids))
-    except UsageError:
-        # A template may refuse to stop there; then there is one place less to return to.
-        pass
-    return tuple(sorted(ends))
-
-
-def _num_common(first: Sequence[int], second: Sequence[int]) -> int:
-    return next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )

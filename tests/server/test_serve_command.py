@@ -1,0 +1,76 @@
+"""`soloist serve` from the outside: what it refuses before it loads, and a life from start to signal."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from soloist.cli import main
+from soloist.errors import UsageError
+from soloist.server.listen import bind
+
+SOLOIST = Path(sys.executable).parent / "soloist"
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--host", "0.0.0.0"], "there is no key"),
+        (["--host", "no.such.host.example", "--no-auth"], "cannot listen on"),
+        (["--temperature", "-1"], "temperature is -1"),
+        (["one", "--model", "two"], "given twice"),
+    ],
+)
+def test_wrong_options_are_refused_before_a_model_is_loaded(words, complaint, capsys):
+    handler = signal.getsignal(signal.SIGTERM)
+    assert main(["serve", *words]) == 2
+    signal.signal(signal.SIGTERM, handler)
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(UsageError, match=r"cannot listen on .* --port 0 takes any free port"):
+            bind("127.0.0.1", taken.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("signal_number", "exit_code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+)
+def test_a_server_lives_from_start_to_signal(tiny_folder: Path, signal_number: int, exit_code: int):
+    words = [SOLOIST, "serve", tiny_folder, "--port", "0", "--threads", "1", "--dtype", "float32", "-c", "512"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert server.stderr is not None
+        line = next(line for line in server.stderr if "is ready" in line)
+        url = next(word for word in line.split() if word.startswith("http")).rstrip(",")
+        body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "ignore_eos": True}
+        request = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode())
+        request.add_header("content-type", "application/json")
+        with urllib.request.urlopen(request, timeout=20) as stream:
+            assert stream.readline().startswith(b"data: ")
+            begin_s = time.monotonic()
+            server.send_signal(signal_number)
+            # A running answer does not hold up the end.
+            assert server.wait(timeout=20) == exit_code
+            assert time.monotonic() - begin_s < 8
+    finally:
+        server.kill()
+        server.wait()
