@@ -28,7 +28,7 @@ LAYERS = (
 )
 ROW = {name: row for row, names in enumerate(LAYERS) for name in names}
 # (importer, imported): the only imports within a row.
-SAME_ROW = {("tokenizer", "vocabulary"), ("chat", "tokenizer"), ("bench", "profiler")}
+SAME_ROW = {("tokenizer", "vocabulary"), ("chat", "tokenizer"), ("bench", "profiler"), ("bench", "doctor")}
 # Text knows nothing of steps, whatever the order says.
 NEVER = {(text, engine) for text in LAYERS[ROW["tokenizer"]] for engine in ("runtime", "spec", "prefix", "engine")}
 # Packages an installation may lack: imported where they are used.

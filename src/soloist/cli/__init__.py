@@ -14,6 +14,7 @@ import typer
 from typer.main import get_command
 
 from soloist import __version__
+from soloist.cli.bench import bench
 from soloist.cli.chat import chat
 from soloist.cli.doctor import doctor
 from soloist.cli.models import models_app
@@ -38,6 +39,7 @@ app.command()(run)
 app.command()(chat)
 app.command()(serve)
 app.add_typer(models_app, name="models")
+app.command()(bench)
 app.command()(profile)
 app.command()(doctor)
 

@@ -1,0 +1,202 @@
+"""Measuring another engine: the very same prompts, sent to any server that speaks OpenAI's completions.
+
+Tokens are those of the server's `usage`, never chunks and never counted here.
+"""
+
+import http.client
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from soloist.bench.figures import RequestFigures, Summary, summarise
+from soloist.bench.workloads import BenchPrompt, Workload
+from soloist.errors import SoloistError, UsageError
+
+# Far more than any prompt takes to be read.
+_TIMEOUT_S = 600.0
+
+
+class ServerError(SoloistError):
+    """A server answered with something that cannot be measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteMeasurement:
+    """A server under one workload."""
+
+    url: str
+    model: str
+    # What it calls itself in its `Server` header; None: nothing.
+    server: str | None
+    warm: Summary
+    # Tokens it counted in each prompt, by prompt: another count than ours is another prompt.
+    prompt_tokens: tuple[int, ...]
+
+
+class Server:
+    """A server that speaks OpenAI's completions.
+
+    Args:
+        url: as clients have it, with or without /v1.
+        model: None: the first it lists.
+        api_key: None: none is sent.
+
+    Raises:
+        UsageError: the URL is none.
+        ServerError: nobody answers there.
+    """
+
+    def __init__(self, url: str, *, model: str | None = None, api_key: str | None = None) -> None:
+        self._url = _parse_url(url)
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self.name: str | None = None
+        self.model = model or self._first_model()
+
+    @property
+    def url(self) -> str:
+        """Where its routes are."""
+        return f"{self._url.scheme}://{self._url.netloc}{self._url.path}"
+
+    def _connect(self) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
+        return kind(self._url.netloc, timeout=_TIMEOUT_S)
+
+    def _first_model(self) -> str:
+        connection = self._connect()
+        try:
+            connection.request("GET", f"{self._url.path}/models", headers=self._headers)
+            response = connection.getresponse()
+            text = response.read()
+            self._check(response, text)
+            return str(json.loads(text)["data"][0]["id"])
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(f"{self.url} does not answer ({error}); is the server running?") from None
+        except (ValueError, KeyError, IndexError, TypeError):
+            raise ServerError(f"{self.url}/models lists no model; name one with --against-model") from None
+        finally:
+            connection.close()
+
+    def _note_name(self, response: http.client.HTTPResponse) -> None:
+        self.name = (response.getheader("Server") or "").strip() or self.name
+
+    def _check(self, response: http.client.HTTPResponse, text: bytes) -> None:
+        self._note_name(response)
+        if response.status != 200:
+            raise ServerError(f"{self.url} answered {response.status}: {text.decode(errors='replace')[:300]}")
+
+    def run_request(self, prompt: BenchPrompt, workload: Workload) -> RequestFigures:
+        """Answer one prompt, streamed, under a stopwatch.
+
+        Raises:
+            ServerError: it refuses, breaks off, or does not count tokens.
+        """
+        body = {
+            "model": self.model,
+            "max_tokens": workload.max_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        # Not every server knows it; those that do not end an answer where the model does, and their usage says so.
+        body |= {"ignore_eos": True} if workload.ignore_eos else {}
+        if prompt.is_chat:
+            path = "/chat/completions"
+            body["messages"] = [{"role": "user", "content": prompt.text}]
+        else:
+            path = "/completions"
+            body["prompt"] = prompt.text
+        connection = self._connect()
+        try:
+            start_s = time.perf_counter()
+            connection.request("POST", self._url.path + path, json.dumps(body), self._headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                self._check(response, response.read())
+            self._note_name(response)
+            arrivals_s, usage = _read_stream(response)
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(f"{self.url} broke off ({error})") from None
+        finally:
+            connection.close()
+        if usage is None or not arrivals_s:
+            what = "usage" if usage is None else "visible token"
+            raise ServerError(f"{self.url} sent no {what} in its stream: its tokens cannot be counted")
+        if usage["completion_tokens"] < 2 or len(arrivals_s) < 2:
+            raise ServerError(
+                f"{self.url} sent {usage['completion_tokens']} tokens in {len(arrivals_s)} pieces: a time per token"
+                " needs two of each"
+            )
+        details = usage.get("prompt_tokens_details") or {}
+        return RequestFigures(
+            prompt_tokens=usage["prompt_tokens"],
+            cached_tokens=details.get("cached_tokens"),
+            completion_tokens=usage["completion_tokens"],
+            ttft_s=arrivals_s[0] - start_s,
+            e2e_s=arrivals_s[-1] - start_s,
+            chunk_gaps_s=tuple(b - a for a, b in itertools.pairwise(arrivals_s)),
+        )
+
+
+def _parse_url(url: str) -> SplitResult:
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise UsageError(f"--against wants the URL of a server, as in http://127.0.0.1:8000/v1 (given: {url!r})")
+    path = parts.path.rstrip("/")
+    return parts._replace(path=path if path.endswith("/v1") else f"{path}/v1", query="", fragment="")
+
+
+def _read_stream(response: http.client.HTTPResponse) -> tuple[list[float], dict[str, Any] | None]:
+    """Read events; give when each with visible text came, and the usage if there is one."""
+    arrivals_s, usage = [], None
+    for event in _events(response):
+        now_s = time.perf_counter()
+        if "error" in event:
+            raise ServerError(f"the server broke off: {json.dumps(event['error'])[:300]}")
+        usage = event.get("usage") or usage
+        for choice in event.get("choices") or ():
+            if _text(choice):
+                arrivals_s.append(now_s)
+    return arrivals_s, usage
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    for line in response:
+        if not line.startswith(b"data:"):
+            # Comments keep a connection alive.
+            continue
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            return
+        try:
+            yield json.loads(data)
+        except ValueError:
+            raise ServerError(f"the server sent an event that is not JSON: {data[:100]!r}") from None
+
+
+def _text(choice: dict[str, Any]) -> str:
+    """Give what a choice shows: an answer, its reasoning, or plain text."""
+    delta = choice.get("delta") or {}
+    return "".join(str(delta.get(key) or "") for key in ("content", "reasoning_content", "reasoning")) or str(
+        choice.get("text") or ""
+    )
+
+
+def measure_remote(server: Server, workload: Workload, *, repeats: int) -> RemoteMeasurement:
+    """Send a server the prompts that `local.measure` ran, in the same order."""
+    server.run_request(workload.prompts[0].variant(0), workload)
+    runs = [
+        [server.run_request(prompt.variant(i + 1), workload) for prompt in workload.prompts] for i in range(repeats)
+    ]
+    return RemoteMeasurement(
+        url=server.url,
+        model=server.model,
+        server=server.name,
+        warm=summarise(runs),
+        prompt_tokens=tuple(request.prompt_tokens for request in runs[0]),
+    )

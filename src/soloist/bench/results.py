@@ -1,0 +1,181 @@
+"""Result files: one per case and kind of machine, the same fields whoever measured.
+
+GPU benchmarks fill in a `Result` and hand it to `write_result`; `soloist bench --json` prints one.
+"""
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import soloist
+from soloist.doctor import cpu_name
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """Another engine, measured in the same run."""
+
+    name: str
+    version: str | None
+    tpot_ms_median: float
+    # Its time per token over ours: above 1, ours is faster.
+    ratio: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What one case measured; units are in the names, None is what was not measured.
+
+    `tpot_ms_*` are of requests, `step_ms_*` of steps. Keys of the mappings are widths or acceptance lengths, as text.
+    """
+
+    case: str
+    model: str
+    device: str
+    command: str
+    weights: Literal["real", "random", "shard"]
+    dtype: str
+    tensor_parallel_size: int = 1
+    # Positions in the cache in the middle of an answer.
+    context_len: int | None = None
+    # Rows of a step, the pending token included; for adaptive width the most.
+    width: int | None = None
+    acceptance_length: float | None = None
+    acceptance_simulated: bool = False
+    acceptance_rate: float | None = None
+    ttft_ms: float | None = None
+    tpot_ms_mean: float | None = None
+    tpot_ms_median: float | None = None
+    tpot_ms_p10: float | None = None
+    tpot_ms_p90: float | None = None
+    step_ms_median: float | None = None
+    step_ms_p10: float | None = None
+    step_ms_p90: float | None = None
+    # Prefill included.
+    output_tok_per_s: float | None = None
+    # Behind the first token.
+    decode_tok_per_s: float | None = None
+    bandwidth_gb_per_s: float | None = None
+    floor_step_ms: float | None = None
+    share_of_floor: float | None = None
+    launches_per_step: float | None = None
+    syncs_per_step: float | None = None
+    # GPU time in which nothing ran: between replays, and between nodes of one.
+    idle_share: float | None = None
+    gap_share: float | None = None
+    host_us_per_step: float | None = None
+    weight_bytes: int | None = None
+    cache_bytes: int | None = None
+    peak_memory_bytes: int | None = None
+    distinct_experts_by_width: dict[str, float] | None = None
+    step_ms_by_width: dict[str, float] | None = None
+    floor_step_ms_by_width: dict[str, float] | None = None
+    tpot_ms_at: dict[str, float] | None = None
+    peers: tuple[Peer, ...] = ()
+    # A ladder: the same fields for every rung, with the switch that changed in `case`.
+    rungs: tuple["Result", ...] = ()
+    # Whatever else a case wants to keep, by name.
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Give what a file holds: the fields that were measured, with when, where and of what version."""
+        fields = dataclasses.asdict(self)
+        fields["rungs"] = [_measured(dataclasses.asdict(rung)) for rung in self.rungs]
+        stamp = {
+            "schema": SCHEMA,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "commit": commit(),
+            "soloist": soloist.__version__,
+            "driver": driver_version(),
+            "torch": torch.__version__,
+            "triton": _installed("triton"),
+            "python": sys.version.split()[0],
+        }
+        return stamp | _measured(fields)
+
+
+def _measured(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value not in (None, (), [], {})}
+
+
+def write_result(result: Result, folder: Path, *, num_gpus: int | None = None) -> Path:
+    """Write a result file, over the one of the case's last run.
+
+    Args:
+        result: to write.
+        folder: of all results; the machine's folder is made in it.
+        num_gpus: GPUs that were used. None: `result.tensor_parallel_size`.
+    """
+    path = folder / machine_folder(result.device, num_gpus or result.tensor_parallel_size) / f"{result.case}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result.to_json(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return path
+
+
+def machine_folder(device: str, num_gpus: int) -> str:
+    """Name the folder of a kind of machine, as in "h200x2" for two NVIDIA H200, and "cpu" for every processor."""
+    maker, *words = device.split()
+    if maker != "NVIDIA":
+        return "cpu"
+    # Up to the word with the number; memory and socket stand behind it, and "GeForce" is on the box only.
+    number = next((i for i, word in enumerate(words) if any(map(str.isdigit, word))), len(words) - 1)
+    name = "".join(word for word in words[: number + 1] if word != "GeForce").split("-")[0].lower()
+    return name if num_gpus == 1 else f"{name}x{num_gpus}"
+
+
+def device_name(device: torch.device) -> str:
+    """Name a device as its maker does."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
+def commit() -> str | None:
+    """Give the commit of the source tree, with a plus sign if tracked files differ; None outside of a checkout."""
+    root = Path(soloist.__file__).parents[2]
+    if not (root / ".git").exists() or shutil.which("git") is None:
+        return None
+    head = _output("git", "-C", str(root), "rev-parse", "--short=12", "HEAD")
+    is_changed = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+    return head and head + ("+" if is_changed else "")
+
+
+def driver_version() -> str | None:
+    """Give the version of the NVIDIA driver; None without one."""
+    lines = query_gpus("driver_version")
+    return lines[0][0] if lines else None
+
+
+def query_gpus(*fields: str) -> list[list[str]]:
+    """Ask nvidia-smi for some fields of every GPU; empty where there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    text = _output("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader")
+    return [line.split(", ") for line in (text or "").splitlines()]
+
+
+def gpu_state() -> list[dict[str, str]]:
+    """Note clocks, power and temperature of every GPU: they decide what a figure can be compared with."""
+    fields = ("name", "clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
+    return [dict(zip(fields, values, strict=True)) for values in query_gpus(*fields)]
+
+
+def _output(*words: str) -> str | None:
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

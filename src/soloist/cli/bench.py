@@ -1,0 +1,219 @@
+"""`soloist bench`: how fast this machine answers, against its floor and against other engines."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from soloist.cli import options
+from soloist.cli.answer import load
+from soloist.cli.terminal import print_dim
+from soloist.errors import UsageError
+
+if TYPE_CHECKING:
+    from soloist.bench.workloads import Workload
+    from soloist.llm import LLM
+
+_PLAIN = "plain decoding"
+
+
+def bench(
+    model: options.Model = None,
+    workload: Annotated[
+        str,
+        typer.Option("--workload", help="looping, code, chat, edit, or a file of prompts.", metavar="NAME"),
+    ] = "looping",
+    input_tokens: Annotated[
+        int | None,
+        typer.Option("--input-tokens", help="Prompt of looping. Default: 8192; 128 on a CPU.", metavar="N", min=1),
+    ] = None,
+    output_tokens: Annotated[
+        int | None,
+        typer.Option("--output-tokens", help="Of each answer. Default: 1024; 64 on a CPU.", metavar="N", min=2),
+    ] = None,
+    repeats: Annotated[
+        int, typer.Option("--repeats", help="Of every prompt, behind a cold one.", metavar="N", min=1)
+    ] = 3,
+    draft: options.Draft = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    weights: options.Weights = "file",
+    weights_dtype: options.WeightsDtype = None,
+    context: options.Context = None,
+    threads: options.Threads = None,
+    against: Annotated[
+        str | None,
+        typer.Option("--against", help="Send the same prompts to this OpenAI-compatible server.", metavar="URL"),
+    ] = None,
+    against_model: Annotated[
+        str | None,
+        typer.Option("--against-model", help="What to ask it for. Default: the first it lists.", metavar="NAME"),
+    ] = None,
+    against_key: Annotated[
+        str | None,
+        typer.Option("--against-key", help="API key of that server.", metavar="KEY", envvar="OPENAI_API_KEY"),
+    ] = None,
+    floor: Annotated[
+        bool, typer.Option("--floor", help="Price the model's steps instead, from its config alone.")
+    ] = False,
+    gpus: Annotated[int, typer.Option("--gpus", help="With --floor: GPUs that share it.", metavar="N", min=1)] = 1,
+    bandwidth: Annotated[
+        float | None,
+        typer.Option("--bandwidth", help="With --floor: GB/s of one GPU. Default: measured.", metavar="X", min=0.001),
+    ] = None,
+    all_reduce_us: Annotated[
+        float, typer.Option("--all-reduce-us", help="With --floor: time of one exchange.", metavar="X", min=0.0)
+    ] = 0.0,
+    draft_gb: Annotated[
+        float,
+        typer.Option("--draft-gb", help="With --floor: read per step and GPU to draft.", metavar="X", min=0.0),
+    ] = 0.0,
+    experts: Annotated[
+        Path | None,
+        typer.Option("--experts", help="With --floor: a result file with measured experts by width.", metavar="FILE"),
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option("--compare", help="Put two result files beside each other instead.", metavar="A B"),
+    ] = None,
+    chart: Annotated[
+        Path | None, typer.Option("--chart", help="Draw the ladder as SVG; with --compare, of B.", metavar="FILE")
+    ] = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Measure time to the first token, time per token, acceptance and the share of the floor that is reached.
+
+    With --draft, plain decoding is measured first, as the rung below. Nothing that was read before is used again.
+    """
+    if compare is not None:
+        _compare(compare, chart, as_json=as_json)
+        return
+    if floor:
+        if chart is not None or against is not None:
+            raise UsageError("--floor measures nothing: it takes neither --chart nor --against")
+        _floor(model, gpus, bandwidth, context, all_reduce_us, draft_gb, experts, device, as_json=as_json)
+        return
+    if gpus != 1 or bandwidth is not None or all_reduce_us or draft_gb or experts is not None:
+        raise UsageError("--gpus, --bandwidth, --all-reduce-us, --draft-gb and --experts are for --floor")
+
+    from soloist.bench.chart import ladder_svg
+    from soloist.bench.local import Rung, measure_ladder
+    from soloist.bench.remote import Server, measure_remote
+    from soloist.bench.report import against_in_words, bars_of, in_words, make_result
+
+    # Before anything is loaded: a server that is not there should not cost a measurement.
+    server = None if against is None else Server(against, model=against_model, api_key=against_key)
+    made: list[Workload] = []
+
+    def load_with(drafter: str | None) -> "LLM":
+        return load(
+            model,
+            context=context,
+            threads=threads,
+            device=device,
+            weights=weights,
+            weights_dtype=weights_dtype,
+            dtype=dtype,
+            draft=drafter,
+        )
+
+    def make(llm: "LLM") -> "Workload":
+        if not made:
+            made.append(_make_workload(llm, workload, input_tokens, output_tokens))
+        return made[0]
+
+    rungs = [Rung(name="" if draft is None else _PLAIN, load=lambda: load_with(None))]
+    if draft is not None:
+        rungs.append(Rung(name=f"--draft {draft}", load=lambda: load_with(draft)))
+    measurements = measure_ladder(rungs, make, repeats=repeats)
+    remote = None if server is None else measure_remote(server, made[0], repeats=repeats)
+    result = make_result(
+        made[0],
+        measurements,
+        case=f"{measurements[-1].model}-{made[0].name}",
+        command=shlex.join(["soloist", *sys.argv[1:]]),
+        weights="real" if weights == "file" else "random",
+        remote=remote,
+    ).to_json()
+    if chart is not None:
+        chart.write_text(ladder_svg(f"{result['model']}, {made[0].name}", bars_of(result)), encoding="utf-8")
+    words = in_words(made[0], measurements)
+    if remote is not None:
+        words += "\n\n" + against_in_words(measurements[-1], remote)
+    if as_json:
+        print_dim(words)
+        print(json.dumps(result, ensure_ascii=False))
+    else:
+        print(words)
+
+
+def _make_workload(llm: "LLM", name: str, input_tokens: int | None, output_tokens: int | None) -> "Workload":
+    from soloist.bench import workloads
+
+    is_cpu = llm.engine.runner.model.device.type == "cpu"
+    if input_tokens is None and name == "looping":
+        input_tokens = workloads.CPU_INPUT_TOKENS if is_cpu else workloads.INPUT_TOKENS
+    tokenizer = llm.tokenizer
+    return workloads.make_workload(
+        name,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens or (workloads.CPU_OUTPUT_TOKENS if is_cpu else workloads.OUTPUT_TOKENS),
+        count_tokens=None if tokenizer is None else lambda text: len(llm.encode(text)),
+    )
+
+
+def _floor(
+    model: str | None,
+    gpus: int,
+    bandwidth: float | None,
+    context: int | None,
+    all_reduce_us: float,
+    draft_gb: float,
+    experts: Path | None,
+    device: str | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Price a model from its config."""
+    import torch
+
+    from soloist.bench import floor
+    from soloist.hub import find_model
+    from soloist.models import find_model_class, open_model, read_config
+    from soloist.models.footprint import model_footprint
+    from soloist.roofline import measure_bandwidth
+
+    files = find_model(model, with_weights=False)
+    config = files.config
+    if config is None:
+        assert files.path is not None
+        config = read_config(open_model(files.path))
+    model_class = find_model_class(config)
+    footprint = model_footprint(model_class, model_class.config_class.from_dict(config))
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    settings = floor.FloorSettings(
+        num_gpus=gpus,
+        bandwidth_gb_per_s=bandwidth or measure_bandwidth(place),
+        is_measured=bandwidth is None,
+        context_len=8192 if context is None else context,
+        all_reduce_us=all_reduce_us,
+        draft_bytes=draft_gb * 1e9,
+        distinct_experts={} if experts is None else floor.read_distinct_experts(experts),
+    )
+    table = floor.price(files.name, footprint, settings)
+    print(json.dumps(floor.as_json(table)) if as_json else floor.in_words(table))
+
+
+def _compare(paths: tuple[Path, Path], chart: Path | None, *, as_json: bool) -> None:
+    """Put two result files beside each other."""
+    from soloist.bench.chart import ladder_svg
+    from soloist.bench.report import bars_of, compare_in_words, compared, read_result
+
+    first, second = (read_result(path) for path in paths)
+    if chart is not None:
+        chart.write_text(ladder_svg(f"{second['case']}, {second['device']}", bars_of(second)), encoding="utf-8")
+    print(json.dumps(compared(first, second)) if as_json else compare_in_words(first, second))

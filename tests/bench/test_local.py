@@ -1,0 +1,138 @@
+"""This engine under a stopwatch: tokens are the engine's, chunks are steps, nothing is read from an earlier request."""
+
+import time
+
+import pytest
+import torch
+
+from soloist.bench.local import Rung, measure, measure_ladder, run_request
+from soloist.bench.workloads import BenchPrompt, Workload
+from soloist.engine import Engine
+from soloist.llm import LLM
+from soloist.models import load_model
+from soloist.prefix import PrefixStore
+from soloist.roofline import Footprint, Reads, WeightPart
+from soloist.runtime.runner import ModelRunner
+from tests.miniature import miniature_config
+from tests.scripted import Script
+
+PROMPT = BenchPrompt(text="one two three four five six seven", is_chat=False)
+GROUPS = [[3], [4, 5, 6], [7], [8, 9], [1, 2, 3, 4]]
+
+
+def workload(max_tokens: int) -> Workload:
+    return Workload(name="test", prompts=(PROMPT,), max_tokens=max_tokens, ignore_eos=True)
+
+
+def scripted(groups: list[list[int]] = GROUPS) -> LLM:
+    llm = LLM.of(Script(groups, vocab_size=11).engine(), None, "script")
+    part = WeightPart(
+        name="all", parameters=10, weight_bytes=20, read_bytes=20, reads=Reads.ALL, num_choices=1, is_sharded=True
+    )
+    llm.engine.runner.model.footprint = Footprint(
+        parts=(part,),
+        num_layers=1,
+        num_experts_per_tok=0,
+        state_bytes=6,
+        conv_state_bytes=2,
+        kv_bytes_per_position=4,
+        num_kv_shards=1,
+    )
+    return llm
+
+
+def test_tokens_are_counted_by_the_engine_and_gaps_by_steps():
+    figures = run_request(scripted(), PROMPT, workload(11))
+    assert (figures.prompt_tokens, figures.completion_tokens) == (7, 11)
+    # Five steps have four gaps between them; the time to the first token is none of them.
+    assert len(figures.chunk_gaps_s) == len(GROUPS) - 1
+    assert sum(figures.chunk_gaps_s) == pytest.approx(figures.e2e_s - figures.ttft_s)
+    assert (figures.forwards, figures.drafted, figures.accepted) == (5, 6, 6)
+    assert figures.tpot_ms == pytest.approx(1e3 * (figures.e2e_s - figures.ttft_s) / 10)
+
+
+def test_an_answer_of_two_tokens_has_one_gap():
+    figures = run_request(scripted([[3], [4]]), PROMPT, workload(2))
+    assert len(figures.chunk_gaps_s) == 1
+
+
+def test_figures_agree_with_an_independent_stopwatch(monkeypatch: pytest.MonkeyPatch):
+    llm = scripted([[1]] * 24)
+    forward = llm.engine.runner.model.forward
+
+    def slow_forward(*args, **kwargs):
+        time.sleep(0.004)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(llm.engine.runner.model, "forward", slow_forward)
+    times_s = [time.perf_counter()]
+    step = llm.engine.ring.publish
+
+    def publish(*args, **kwargs):
+        step(*args, **kwargs)
+        times_s.append(time.perf_counter())
+
+    monkeypatch.setattr(llm.engine.ring, "publish", publish)
+    figures = run_request(llm, PROMPT, workload(24))
+    # From the first step's end to the last one's, over the tokens behind the first.
+    tpot_ms = 1e3 * (times_s[24] - times_s[1]) / 23
+    assert figures.tpot_ms == pytest.approx(tpot_ms, rel=0.03)
+    assert figures.ttft_s == pytest.approx(times_s[1] - times_s[0], rel=0.03, abs=0.002)
+
+
+def test_every_repeat_reads_its_prompt_anew_even_with_a_store():
+    """One prompt five times must not look faster the second time."""
+    llm = LLM.of(Script([[1]] * 8, vocab_size=11).engine(), None, "script")
+    llm.engine.prefixes = PrefixStore()
+    # Long enough to be worth keeping.
+    prompt = BenchPrompt(text="word " * 40, is_chat=False)
+    reused = []
+    for _ in range(5):
+        reused.append(run_request(llm, prompt, workload(8)).cached_tokens)
+    assert reused == [0] * 5
+    # Without that care the store would help.
+    for _ in range(2):
+        next(stream := llm.stream([1] * 40))
+        stream.close()
+    assert stream.stats.cached_tokens > 0
+
+
+def test_a_measurement_knows_its_floor_and_keeps_cold_and_warm_apart(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("soloist.bench.local.measure_bandwidth", lambda device: 100.0)
+    llm = scripted()
+    m = measure(llm, workload(11), repeats=3)
+    assert m.warm.num_requests == 3 and m.cold.completion_tokens == 11
+    assert m.warm.acceptance_length == pytest.approx(11 / 5)
+    # Rows: 6 drafts in 5 steps, and a pending token in each; the middle of the answer lies 5 tokens behind the prompt.
+    assert (m.floor.width, m.floor.context_len) == (2, 8 + 5)
+    assert m.floor.step_bytes == 20 + 2 * 8 + 13 * 4
+    assert m.floor.step_ms == pytest.approx(88 / 100 / 1e6)
+    assert m.floor.share == pytest.approx(m.floor.step_ms / m.warm.chunk_gap_ms.median)
+    assert m.memory.cache_bytes == llm.max_context_len * 4 + 8
+    assert m.memory.peak_bytes > 2**26
+    assert m.num_threads == torch.get_num_threads() and m.gpus == []
+
+
+def test_a_ladder_measures_rung_by_rung_with_one_workload(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("soloist.bench.local.measure_bandwidth", lambda device: 100.0)
+    loaded = []
+
+    def load(name: str, groups: list[list[int]]):
+        loaded.append(name)
+        return scripted(groups)
+
+    rungs = [
+        Rung(name="plain", load=lambda: load("plain", [[1]] * 11)),
+        Rung(name="--draft x", load=lambda: load("draft", GROUPS)),
+    ]
+    plain, draft = measure_ladder(rungs, lambda llm: workload(11), repeats=1)
+    assert loaded == ["plain", "draft"]
+    assert (plain.name, draft.name) == ("plain", "--draft x")
+    assert (plain.warm.acceptance_length, draft.warm.acceptance_length) == (1.0, pytest.approx(2.2))
+
+
+def test_a_config_without_tokenizer_is_measured_with_token_ids():
+    model = load_model(miniature_config("llama"), dtype=torch.float32, weights="random")
+    llm = LLM.of(Engine(ModelRunner(model, max_context_len=64)), None, "config")
+    figures = run_request(llm, PROMPT, workload(5))
+    assert (figures.prompt_tokens, figures.completion_tokens) == (7, 5)
