@@ -27,10 +27,14 @@ class Compiled:
     registers: int
     # Spilled registers live here.
     stack_bytes: int
+    # What the program asks for at its launch included.
     shared_bytes: int
     # 16-byte loads from global memory, and how many of them stand before the wait for the producers.
     wide_loads: int
     wide_loads_before_wait: int
+    # Copies from global to shared memory that nobody waits for: 16 bytes a thread, and less.
+    wide_copies: int
+    narrow_copies: int
     # Loads narrower than 16 bytes, and stores to shared memory.
     narrow_loads: int
     shared_stores: int
@@ -38,7 +42,7 @@ class Compiled:
     waits: int
 
 
-def _read(name: str, cubin: bytes) -> Compiled:
+def read_cubin(name: str, cubin: bytes, dynamic_shared_bytes: int = 0) -> Compiled:
     """Take a cubin apart."""
     import triton
 
@@ -53,13 +57,17 @@ def _read(name: str, cubin: bytes) -> Compiled:
     registers, stack, shared = (int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK", "SHARED"))
     loads = re.findall(r"\b(ACQBULK|LDG\.E[.\w]*)", sass)
     wide = [op for op in loads if "ACQBULK" in op or ".128" in op]
+    copies = re.findall(r"\bLDGSTS\.E[.\w]*", sass)
+    wide_copies = [op for op in copies if ".128" in op]
     return Compiled(
         name=name,
         registers=registers,
         stack_bytes=stack,
-        shared_bytes=shared,
+        shared_bytes=shared + dynamic_shared_bytes,
         wide_loads=len([op for op in wide if op != "ACQBULK"]),
         wide_loads_before_wait=wide.index("ACQBULK") if "ACQBULK" in wide else 0,
+        wide_copies=len(wide_copies),
+        narrow_copies=len(copies) - len(wide_copies),
         narrow_loads=len(loads) - len(wide),
         shared_stores=len(re.findall(r"\bST(?:S|SM)\b", sass)),
         tensor_core_products=len(re.findall(r"\b(?:HMMA|HGMMA|UTCHMMA)\b", sass)),
@@ -92,7 +100,7 @@ def compiling(arch: int) -> Iterator[list[Compiled]]:
 
     def compile_only(self: JITFunction, *args: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, warmup=True, **kwargs)
-        kernels.append(_read(self.fn.__name__, kernel.asm["cubin"]))
+        kernels.append(read_cubin(self.fn.__name__, kernel.asm["cubin"], kernel.metadata.shared))
         return kernel
 
     driver.set_active(NoGpu())

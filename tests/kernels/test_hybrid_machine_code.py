@@ -1,0 +1,180 @@
+"""The hybrid step's kernels, compiled for a GPU that is not here: registers, shared memory, 16-byte and early loads."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from soloist.kernels import (
+    kda_triton,
+    launch,
+    mla_triton,
+    moe_route_cuda,
+    moe_triton,
+    nvrtc,
+    sampling_triton,
+    step_end_triton,
+)
+from soloist.kernels.moe import RouterSettings
+from tests.kernels.compile_only import Compiled, compiling, print_kernels, read_cubin, run_without_interpreter
+
+ARCH = 90
+BF16 = torch.bfloat16
+# Ling-3.0-flash on two ranks: hidden size, heads, head size, experts, their size, experts of a token.
+D, H, K, E, F, A = 2560, 16, 128, 512, 384, 8
+T = 9
+
+
+def i32() -> torch.Tensor:
+    return torch.zeros((), dtype=torch.int32)
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=BF16)
+
+
+def launch_kda() -> None:
+    C = 3 * H * K
+    rows = bf16(T, C + 2 * H * K + H).split([C, H * K, H * K, H], dim=1)
+    weights = (bf16(C, 4), torch.empty(H), torch.empty(H * K), bf16(K), 1e-6)
+    state, conv = torch.empty(H, K, K), bf16(3, C)
+    kept = (torch.empty(T, H, K), torch.empty(T, H, K), torch.empty(T, H, K), bf16(T, C))
+    kda_triton.step(*(x[:1] for x in rows), *weights, state, conv, lower_bound=-5.0, width=i32())
+    kda_triton.verify(*rows, *weights, state, conv, *kept, lower_bound=-5.0)
+    kda_triton.commit(state[None], conv[None], *(x[None] for x in kept), i32())
+
+
+def launch_mla() -> None:
+    P, R = 64, 512
+    q, kv, gate = bf16(T, H * (K + P) + R + P + H).split([H * (K + P), R + P, H], dim=1)
+    cache, table = bf16(1024, R + P), torch.empty(1024, P // 2)
+    layer = (q, kv, gate, bf16(R), 1e-6, bf16(H * (K + K), R), cache, i32(), table, table)
+    mla_triton.attend(*layer, num_heads=H, v_head_dim=K, scale=0.1)
+
+
+def launch_moe() -> None:
+    slots = moe_route_cuda.Slots(
+        bf16(16, D), torch.empty(1 + T * A, dtype=torch.int32), torch.empty(1 + T * A, 16), i32()
+    )
+    weights = (bf16(E, 2 * F, D), bf16(E, D, F), bf16(2 * F, D), bf16(D, F))
+    moe_triton.run_experts(bf16(T, D), slots, *weights, limit=4.0, shared_limit=5.0)
+
+
+def launch_sampler() -> None:
+    sampling_triton.draw(torch.empty(T, 151936), torch.empty(T))
+    counts = {name: i32() for name in ("width", "num_left", "finish_code")}
+    ids, highest = torch.zeros(T, dtype=torch.int64), torch.empty(T)
+    stop_mask = torch.zeros(151936, dtype=torch.bool)
+    step_end_triton.conclude(
+        ids, highest, None, None, input_ids=ids, stop_mask=stop_mask, end_codes=(1, 2, 3), **counts
+    )
+    step_end_triton.finish(
+        ids,
+        *(i32() for _ in range(3)),
+        input_ids=ids,
+        num_unstoppable=i32(),
+        is_stop_requested=torch.zeros((), dtype=torch.bool),
+        num_published=torch.zeros(1, dtype=torch.int64),
+        records=torch.zeros(4, 5 + T, dtype=torch.int64),
+        header=5,
+        **counts,
+    )
+
+
+def compile_router() -> list[Compiled]:
+    """By NVRTC, where that is installed."""
+    if not nvrtc.HAS_NVRTC:
+        return []
+    kernels: list[Compiled] = []
+
+    def load_kernel(source: str, name: str, definitions: tuple[tuple[str, str], ...], device: torch.device) -> None:
+        kernels.append(read_cubin(name, nvrtc._compile(source, name, definitions, divmod(ARCH, 10))))
+
+    moe_route_cuda.load_kernel, moe_route_cuda.launch = load_kernel, lambda *_: None
+    settings = RouterSettings(num_experts_per_tok=A, n_group=8, topk_group=4, routed_scaling_factor=2.5)
+    moe_route_cuda.route(
+        bf16(T, D), bf16(D), 1e-6, torch.empty(T, E), torch.empty(E), settings, num_shared=1, width=i32()
+    )
+    return kernels
+
+
+@pytest.fixture(scope="module")
+def kernels() -> dict[str, Compiled]:
+    compiled = run_without_interpreter(__file__)
+    return {kernel.name: kernel for kernel in compiled}
+
+
+# What each takes today, with room for another compiler: registers, KiB of shared memory.
+BUDGETS = {
+    "step_kernel": (255, 2),
+    "verify_kernel": (255, 24),
+    "commit_kernel": (144, 16),
+    "prepare_kernel": (72, 48),
+    "attention_kernel": (255, 227),
+    "combine_kernel": (144, 16),
+    "gate_up_kernel": (80, 128),
+    "down_kernel": (112, 80),
+    "draw_kernel": (80, 2),
+    "conclude_kernel": (32, 1),
+    "finish_kernel": (48, 1),
+    "route": (96, 2),
+}
+# Spilled bytes: where the state fills the registers.
+STACK = {"verify_kernel": 48}
+
+
+def test_every_kernel_keeps_its_budget(kernels: dict[str, Compiled]):
+    # The router's needs NVRTC.
+    assert set(BUDGETS) - set(kernels) <= {"route"}
+    for name, kernel in kernels.items():
+        registers, shared_kib = BUDGETS[name]
+        assert kernel.registers <= registers, kernel
+        assert kernel.shared_bytes <= shared_kib * 1024, kernel
+        assert kernel.stack_bytes <= STACK.get(name, 0), kernel
+
+
+def test_every_kernel_waits_for_what_it_reads(kernels: dict[str, Compiled]):
+    for name, kernel in kernels.items():
+        # Two kinds of program, one wait each.
+        assert kernel.waits == (2 if name == "prepare_kernel" else 1), kernel
+
+
+def test_expert_weights_come_in_copies_of_16_bytes_that_nobody_waits_for(kernels: dict[str, Compiled]):
+    for name in ("gate_up_kernel", "down_kernel"):
+        kernel = kernels[name]
+        assert kernel.wide_copies >= 36 and kernel.narrow_copies == 0, kernel
+        assert kernel.tensor_core_products >= 16, kernel
+        # Slots, counts and the columns' weights.
+        assert kernel.narrow_loads <= 6, kernel
+
+
+def test_the_latent_cache_comes_in_copies_of_16_bytes_that_nobody_waits_for(kernels: dict[str, Compiled]):
+    kernel = kernels["attention_kernel"]
+    assert kernel.wide_copies >= 36 and kernel.narrow_copies == 0, kernel
+    assert kernel.narrow_loads <= 2, kernel
+    assert kernel.tensor_core_products >= 64, kernel
+
+
+def test_states_and_weights_are_on_their_way_before_the_wait(kernels: dict[str, Compiled]):
+    # fp32 state: 128 x 128 of 256 threads, 32 x 128 of 128.
+    assert kernels["step_kernel"].wide_loads_before_wait >= 16
+    assert kernels["verify_kernel"].wide_loads_before_wait >= 8
+    assert kernels["commit_kernel"].wide_loads_before_wait >= 8
+    # Latent maps: 128 x 128 of bf16, by 128 and by 256 threads.
+    assert kernels["prepare_kernel"].wide_loads_before_wait >= 16
+    assert kernels["combine_kernel"].wide_loads_before_wait >= 8
+
+
+def test_what_is_a_product_runs_on_tensor_cores(kernels: dict[str, Compiled]):
+    for name in ("verify_kernel", "commit_kernel", "prepare_kernel"):
+        assert kernels[name].tensor_core_products >= 16, kernels[name]
+
+
+if __name__ == "__main__":
+    assert not launch.IS_INTERPRETED
+    with compiling(ARCH) as compiled:
+        launch_kda()
+        launch_mla()
+        launch_moe()
+        launch_sampler()
+    print_kernels(compiled + compile_router())
