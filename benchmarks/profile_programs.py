@@ -33,7 +33,7 @@ from soloist.profiler.trace import Trace
 
 PROGRAMS = Path(__file__).parents[1] / "tests" / "profiler" / "programs"
 WINDOW_S = 0.15
-NUM_STEPS = 400
+NUM_STEPS = 320
 # Kept in a fixture: steps with Python lines, and steps without.
 KEPT_STEPS = 10
 
@@ -176,7 +176,7 @@ def check_watch() -> dict[str, Any]:
 
 def check_command() -> dict[str, Any]:
     """Use the command line itself, in a process of its own."""
-    words = ["profile", "--json", "--fail-on", "syncs>0", "--", "python3", str(PROGRAMS / "item_read.py"), "2000"]
+    words = ["profile", "--json", "--fail-on", "syncs>0", "--", "python3", str(PROGRAMS / "item_read.py"), "1600"]
     code = f"import sys; from soloist.cli import main; sys.exit(main({words!r}))"
     start_s = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

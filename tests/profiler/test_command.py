@@ -75,6 +75,8 @@ def test_what_cannot_run_in_process_is_refused(words: list[str], complaint: str)
 def test_a_console_script_is_a_program():
     soloist = Path(sys.executable).parent / "soloist"
     assert find_program([str(soloist), "run", "hi"]).args == ("run", "hi")
+    # Also if the environment is not on the path.
+    assert Path(find_program(["soloist"]).what) == soloist
     assert find_program(["python3.12", "-m", "pkg.mod", "-x"]).name == "pkg.mod"
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from soloist.errors import UsageError
 from soloist.profiler.gaps import Gap, GapKind, Lead, busy_spans, busy_us, find_gaps, find_leads
-from soloist.profiler.steps import MIN_REPEATS, Origin, Recording, Steps, find_steps
+from soloist.profiler.steps import Origin, Recording, Steps, find_steps
 from soloist.profiler.trace import Stack, Trace
 from soloist.profiler.waits import Wait, WaitKind, blame, find_waits, lend_stacks
 
@@ -317,6 +317,3 @@ def _hidden_replays(trace: Trace, steps: Steps) -> float:
         and not works_of.get(call.correlation)
     ]
     return len(hidden) / len(steps)
-
-
-__all__ = ["DEFAULT_STEPS", "MIN_REPEATS", "Analysis", "analyse"]

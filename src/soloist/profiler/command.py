@@ -76,7 +76,8 @@ def find_program(words: Sequence[str]) -> Program:
         raise UsageError(f"option {rest[0]} of Python is not understood here; allowed: -m MODULE, -c CODE, or a script")
     path = Path(rest[0])
     if not path.is_file():
-        found = shutil.which(rest[0])
+        # Commands of this environment are there even if it was not activated.
+        found = shutil.which(rest[0]) or shutil.which(rest[0], path=str(Path(sys.executable).parent))
         if found is None or not _is_python_script(Path(found)):
             raise UsageError(
                 f"{rest[0]} is no Python program: profiling happens in process, so give a script, -m MODULE, or a"

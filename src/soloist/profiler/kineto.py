@@ -87,30 +87,9 @@ def parse_trace(document: Any, name: str) -> Trace:
         start_us = float(event["ts"]) - zero_us
         end_us = start_us + float(event["dur"])
         if category in _HOST_CATEGORIES:
-            trace.calls.append(
-                HostCall(
-                    name=_plain_name(event["name"]),
-                    start_us=start_us,
-                    end_us=end_us,
-                    thread=event["tid"],
-                    correlation=int(args.get("correlation", 0)),
-                    stack=stacks[args["stack"]] if stacks else (),
-                )
-            )
+            trace.calls.append(_call(event, args, start_us, end_us, stacks))
         elif category in _GPU_CATEGORIES:
-            num_bytes = args.get("bytes")
-            trace.works.append(
-                GpuWork(
-                    name=event["name"],
-                    kind=_GPU_CATEGORIES[category],
-                    start_us=start_us,
-                    end_us=end_us,
-                    device=int(args.get("device", args.get("inDevice", 0))),
-                    stream=int(args.get("stream", 0)),
-                    correlation=int(args.get("correlation", 0)),
-                    num_bytes=None if num_bytes is None else int(num_bytes),
-                )
-            )
+            trace.works.append(_work(event, args, start_us, end_us))
         elif category == "cpu_op":
             ops[event["tid"]].append((start_us, end_us, event["name"]))
         elif category == "python_function":
@@ -129,6 +108,31 @@ def parse_trace(document: Any, name: str) -> Trace:
     elif frames:
         resolve(trace, None, lambda thread, times: [_frames(names) for names in _names_around(frames[thread], times)])
     return trace
+
+
+def _call(event: dict[str, Any], args: dict[str, Any], start_us: float, end_us: float, stacks: list[Stack]) -> HostCall:
+    return HostCall(
+        name=_plain_name(event["name"]),
+        start_us=start_us,
+        end_us=end_us,
+        thread=event["tid"],
+        correlation=int(args.get("correlation", 0)),
+        stack=stacks[args["stack"]] if stacks else (),
+    )
+
+
+def _work(event: dict[str, Any], args: dict[str, Any], start_us: float, end_us: float) -> GpuWork:
+    num_bytes = args.get("bytes")
+    return GpuWork(
+        name=event["name"],
+        kind=_GPU_CATEGORIES[event["cat"]],
+        start_us=start_us,
+        end_us=end_us,
+        device=int(args.get("device", args.get("inDevice", 0))),
+        stream=int(args.get("stream", 0)),
+        correlation=int(args.get("correlation", 0)),
+        num_bytes=None if num_bytes is None else int(num_bytes),
+    )
 
 
 def _names_around(spans: list[_Span], times: Sequence[float]) -> list[tuple[str, ...]]:
