@@ -19,6 +19,7 @@ LAYERS = (
     ("spec",),
     ("prefix",),
     ("engine",),
+    ("step_costs",),
     ("vocabulary", "tokenizer", "chat", "hub"),
     ("answer",),
     ("llm",),

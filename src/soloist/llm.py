@@ -15,15 +15,19 @@ import torch
 
 from soloist.answer import Completion, Delta, Stream
 from soloist.chat import ChatTemplate, Prompt
+from soloist.config import user_cache_dir
 from soloist.engine import Engine, RequestStats
-from soloist.errors import UsageError
+from soloist.errors import ModelNotFoundError, UnsupportedError, UsageError
 from soloist.hub import find_model
 from soloist.models import load_model
 from soloist.models.loader import Progress, WeightsDtype
 from soloist.runtime.runner import ModelRunner, measure_num_threads
 from soloist.sampling_params import SamplingParams
 from soloist.spec import DRAFTERS, make_drafter
+from soloist.spec.draft_model import DraftModel
+from soloist.spec.drafter import Drafter
 from soloist.spec.setup import DrafterSetup
+from soloist.step_costs import known_costs
 from soloist.tokenizer import Tokenizer
 
 __all__ = ["LLM", "Completion", "Delta", "RequestStats", "SamplingParams", "Stream"]
@@ -42,6 +46,12 @@ class LLM:
         model: a folder, a .gguf file, a hub id (`org/name[@revision]`) or a built-in name. None: the default model.
         draft: name of a drafter, or where a draft's checkpoint is, in the forms of `model`. None: plain decoding.
         draft_width: most rows of a step, the pending token included: 2..16. None: what suits the drafter.
+        draft_weights_dtype: how the draft's linear maps are held; see `load_model`. A draft that is rounded more drafts
+            worse and faster, and changes no answer.
+        adaptive_width: choose each step's width by what was kept before and what rows cost here, and stop drafting
+            where it loses. What steps cost is measured the first time.
+        simulated_acceptance: tokens that a step of full width shall commit on average, whatever the model says; for
+            benchmarks.
         device: where it runs. None: the CPU.
         dtype: of activations and caches: "bfloat16", "float16" or "float32". None: bfloat16.
         weights: "file", or "random" to measure speed without a checkpoint.
@@ -66,6 +76,9 @@ class LLM:
         *,
         draft: str | None = None,
         draft_width: int | None = None,
+        draft_weights_dtype: WeightsDtype | None = None,
+        adaptive_width: bool = False,
+        simulated_acceptance: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | str | None = None,
         weights: Literal["file", "random"] = "file",
@@ -96,13 +109,15 @@ class LLM:
         setup = DrafterSetup(
             target=target,
             target_path=found.path if weights == "file" else None,
-            draft_path=None if draft is None or draft in DRAFTERS else find_model(draft).path,
             max_context_len=limit,
             num_tokens=target.config.vocab_size if tokenizer is None else tokenizer.num_tokens,
             max_width=draft_width,
+            weights_dtype=draft_weights_dtype,
             seed=seed,
         )
-        drafter = make_drafter(draft or "off", setup)
+        drafter = _find_drafter(draft or "off", setup, tokenizer)
+        if not drafter.max_drafts and (draft_width or draft_weights_dtype or adaptive_width):
+            raise UsageError("draft_width, draft_weights_dtype and adaptive_width are a drafter's: name one as draft")
         if max_context_len is None and drafter.max_context_len is not None:
             # Nobody asked for the last few tokens that the draft has no room for.
             limit = min(limit, drafter.max_context_len)
@@ -114,9 +129,12 @@ class LLM:
             has_draft_probs=drafter.has_draft_law,
             capture_layers=drafter.capture_layers,
         )
-        self._assemble(Engine(runner, drafter), tokenizer, found.name)
+        engine = Engine(runner, drafter, simulated_acceptance=simulated_acceptance)
+        self._assemble(engine, tokenizer, found.name)
         if target.device.type == "cpu":
             torch.set_num_threads(num_threads or measure_num_threads(runner))
+        if adaptive_width:
+            engine.adapt_width(known_costs(engine, user_cache_dir()))
 
     @classmethod
     def of(cls, engine: Engine, tokenizer: Tokenizer | None, name: str) -> Self:
@@ -308,6 +326,24 @@ class LLM:
         if self.tokenizer is None:
             raise UsageError(f"{self.name} is a config without a tokenizer: give token ids")
         return self.tokenizer
+
+
+def _find_drafter(draft: str, setup: DrafterSetup, tokenizer: Tokenizer | None) -> Drafter:
+    """Make the drafter that `draft` names, from a checkpoint if it is no name."""
+    if draft in DRAFTERS:
+        return make_drafter(draft, setup)
+    try:
+        found = find_model(draft)
+    except ModelNotFoundError as error:
+        names = ", ".join(sorted(DRAFTERS))
+        raise ModelNotFoundError(f"{error}. Drafters without a checkpoint: {names}") from None
+    assert found.path is not None
+    drafter = make_drafter(found.name, replace(setup, draft_path=found.path))
+    if isinstance(drafter, DraftModel) and tokenizer is not None:
+        difference = tokenizer.difference(Tokenizer.load(found.path))
+        if difference is not None:
+            raise UnsupportedError(f"{found.name} cannot draft: its vocabulary is another, {difference}")
+    return drafter
 
 
 def _has_template(tokenizer: Tokenizer, architecture: str) -> bool:

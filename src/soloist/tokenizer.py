@@ -173,6 +173,14 @@ class Tokenizer:
                 " a tokenizer of another model?"
             )
 
+    def difference(self, other: "Tokenizer") -> str | None:
+        """Say which id first means another token in another vocabulary; None: those that both have agree."""
+        mine, theirs = ({i: text for text, i in t._backend.get_vocab().items()} for t in (self, other))
+        for i in range(min(self.num_tokens, other.num_tokens)):
+            if mine.get(i) != theirs.get(i):
+                return f"token {i} is {mine.get(i)!r} in {self.source} and {theirs.get(i)!r} in {other.source}"
+        return None
+
     def encode(self, text: str, *, allow_special: bool = False, add_bos: bool = False) -> list[int]:
         """Turn text into token ids.
 

@@ -271,8 +271,8 @@ def test_a_switch_decides_by_time_per_token():
 
 
 def test_costs_are_measured_once_and_kept(tmp_path: Path):
-    times = {1: 10.0, 2: 12.0, 3: 11.0, 4: 16.0, 5: 17.0, 6: 18.0, 7: 21.0}
-    costs = measure_costs(7, lambda: 9.0, lambda width: times[width])
+    times = {1: 10.0, 2: 12.0, 3: 11.0, 4: 16.0, 6: 18.0, 7: 21.0}
+    costs = measure_costs(7, lambda width: times[width], lambda: 9.0)
     # Never falling.
     assert costs.plain_ms == 9 and costs.step_ms == (10, 12, 12, 16, 17, 18, 21)
     path = tmp_path / "step-costs" / "a.json"
@@ -292,7 +292,7 @@ def test_widths_between_those_measured_lie_on_a_line():
         asked.append(width)
         return float(width)
 
-    assert measure_costs(16, lambda: 1.0, time_step).step_ms == tuple(map(float, range(1, 17)))
+    assert measure_costs(16, time_step, lambda: 1.0).step_ms == tuple(map(float, range(1, 17)))
     assert 16 in asked and 7 not in asked
 
 

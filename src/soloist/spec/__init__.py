@@ -67,5 +67,5 @@ def make_drafter(name: str, setup: DrafterSetup) -> Drafter:
         return DRAFTERS[name](setup)
     make = next(make for tells, make in CHECKPOINTS if tells(setup.draft_path))
     drafter = make(setup)
-    drafter.name = f"{drafter.name} {name}"
+    drafter.name = " ".join([drafter.name, name, *([setup.weights_dtype] if setup.weights_dtype else [])])
     return drafter
