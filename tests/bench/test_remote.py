@@ -23,6 +23,7 @@ class FakeServer:
         self.requests: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.status = 200
+        self.refused_field = ""
         # Chunks of visible text, and what the usage says.
         self.chunks = ["one two", " three", " four five"]
         self.usage: dict[str, Any] | None = {"prompt_tokens": 17, "completion_tokens": 5}
@@ -43,6 +44,9 @@ class FakeServer:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 outer.requests.append({"path": self.path} | body)
                 outer.keys.append(self.headers.get("Authorization"))
+                if outer.refused_field in body:
+                    self._send(json.dumps({"detail": f"Unexpected fields: {outer.refused_field}"}).encode(), 422)
+                    return
                 if outer.status != 200:
                     self._send(b'{"error": {"message": "no such field"}}', outer.status)
                     return
@@ -125,6 +129,17 @@ def test_thoughts_are_visible_and_comments_are_not(fake: FakeServer):
     assert len(figures.chunk_gaps_s) == 3
 
 
+def test_a_server_that_refuses_to_go_on_behind_the_end_is_asked_without(fake: FakeServer):
+    fake.refused_field = "ignore_eos"
+    measured = measure_remote(Server(fake.url), workload(TEXT), repeats=2)
+    assert not measured.knows_ignore_eos
+    # Refused once, then never asked again.
+    assert ["ignore_eos" in request for request in fake.requests] == [True, False, False, False]
+    fake.refused_field = "stream_options"
+    with pytest.raises(ServerError, match="answered 422"):
+        Server(fake.url).run_request(TEXT, workload(TEXT))
+
+
 def test_a_key_is_sent_if_there_is_one(fake: FakeServer):
     Server(fake.url, model="named", api_key="secret").run_request(TEXT, workload(TEXT))
     Server(fake.url).run_request(TEXT, workload(TEXT))
@@ -155,7 +170,8 @@ def test_a_server_that_cannot_be_measured_is_told_so(fake: FakeServer):
 
 
 def test_a_url_that_leads_nowhere_is_refused():
-    with pytest.raises(ServerError, match="is the server running"):
-        Server("127.0.0.1:9")
+    for model in (None, "named"):
+        with pytest.raises(ServerError, match="is the server running"):
+            Server("127.0.0.1:9", model=model)
     with pytest.raises(UsageError, match="wants the URL"):
         Server("ftp://x")

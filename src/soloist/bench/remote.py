@@ -33,6 +33,8 @@ class RemoteMeasurement:
     # What it calls itself in its `Server` header; None: nothing.
     server: str | None
     warm: Summary
+    # Whether its answers go on behind the model's end, as ours do.
+    knows_ignore_eos: bool
     # Tokens it counted in each prompt, by prompt: another count than ours is another prompt.
     prompt_tokens: tuple[int, ...]
 
@@ -56,7 +58,12 @@ class Server:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self.name: str | None = None
-        self.model = model or self._first_model()
+        # Most servers know the field or overlook it; some refuse it by name, and then go without.
+        self.knows_ignore_eos = True
+        listed = self._first_model()
+        if model is None and listed is None:
+            raise ServerError(f"{self.url}/models lists no model; name one with --against-model")
+        self.model: str = model or str(listed)
 
     @property
     def url(self) -> str:
@@ -67,28 +74,24 @@ class Server:
         kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
         return kind(self._url.netloc, timeout=_TIMEOUT_S)
 
-    def _first_model(self) -> str:
+    def _first_model(self) -> str | None:
+        """Ask which models there are; also the proof that somebody listens."""
         connection = self._connect()
         try:
             connection.request("GET", f"{self._url.path}/models", headers=self._headers)
             response = connection.getresponse()
             text = response.read()
-            self._check(response, text)
-            return str(json.loads(text)["data"][0]["id"])
+            self._note_name(response)
+            return str(json.loads(text)["data"][0]["id"]) if response.status == 200 else None
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(f"{self.url} does not answer ({error}); is the server running?") from None
         except (ValueError, KeyError, IndexError, TypeError):
-            raise ServerError(f"{self.url}/models lists no model; name one with --against-model") from None
+            return None
         finally:
             connection.close()
 
     def _note_name(self, response: http.client.HTTPResponse) -> None:
         self.name = (response.getheader("Server") or "").strip() or self.name
-
-    def _check(self, response: http.client.HTTPResponse, text: bytes) -> None:
-        self._note_name(response)
-        if response.status != 200:
-            raise ServerError(f"{self.url} answered {response.status}: {text.decode(errors='replace')[:300]}")
 
     def run_request(self, prompt: BenchPrompt, workload: Workload) -> RequestFigures:
         """Answer one prompt, streamed, under a stopwatch.
@@ -96,15 +99,15 @@ class Server:
         Raises:
             ServerError: it refuses, breaks off, or does not count tokens.
         """
-        body = {
+        body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": workload.max_tokens,
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        # Not every server knows it; those that do not end an answer where the model does, and their usage says so.
-        body |= {"ignore_eos": True} if workload.ignore_eos else {}
+        if workload.ignore_eos and self.knows_ignore_eos:
+            body["ignore_eos"] = True
         if prompt.is_chat:
             path = "/chat/completions"
             body["messages"] = [{"role": "user", "content": prompt.text}]
@@ -116,14 +119,21 @@ class Server:
             start_s = time.perf_counter()
             connection.request("POST", self._url.path + path, json.dumps(body), self._headers)
             response = connection.getresponse()
-            if response.status != 200:
-                self._check(response, response.read())
             self._note_name(response)
+            if response.status != 200:
+                text = response.read().decode(errors="replace")
+                if "ignore_eos" in text and "ignore_eos" in body:
+                    self.knows_ignore_eos = False
+                    return self.run_request(prompt, workload)
+                raise ServerError(f"{self.url} answered {response.status}: {text[:300]}")
             arrivals_s, usage = _read_stream(response)
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(f"{self.url} broke off ({error})") from None
         finally:
             connection.close()
+        return self._figures(start_s, arrivals_s, usage)
+
+    def _figures(self, start_s: float, arrivals_s: list[float], usage: dict[str, Any] | None) -> RequestFigures:
         if usage is None or not arrivals_s:
             what = "usage" if usage is None else "visible token"
             raise ServerError(f"{self.url} sent no {what} in its stream: its tokens cannot be counted")
@@ -198,5 +208,6 @@ def measure_remote(server: Server, workload: Workload, *, repeats: int) -> Remot
         model=server.model,
         server=server.name,
         warm=summarise(runs),
+        knows_ignore_eos=server.knows_ignore_eos,
         prompt_tokens=tuple(request.prompt_tokens for request in runs[0]),
     )

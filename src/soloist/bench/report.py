@@ -101,14 +101,16 @@ def against_in_words(ours: Measurement, theirs: RemoteMeasurement) -> str:
     lines = [f"against {who}, the same prompts", f"{'':<22} {'soloist':>11} {'there':>11} {'ratio':>7}"]
     lines += [f"{name:<22} {mine:>11.3f} {other:>11.3f} {ratio:>7.2f}" for name, mine, other, ratio in rows]
     lines.append(f"{'chunk gap median, ms':<22} {a.chunk_gap_ms.median:>11.3f} {b.chunk_gap_ms.median:>11.3f}")
-    lines += [f"note: {note}" for note in _differences(a, b)]
+    lines += [f"note: {note}" for note in _differences(a, theirs)]
     return "\n".join(lines)
 
 
-def _differences(ours: Summary, theirs: Summary) -> list[str]:
-    notes = []
+def _differences(ours: Summary, remote: RemoteMeasurement) -> list[str]:
+    theirs, notes = remote.warm, []
     if abs(ours.prompt_tokens - theirs.prompt_tokens) > _SAME_PROMPT * ours.prompt_tokens:
         notes.append(f"the server counts {theirs.prompt_tokens} prompt tokens, we {ours.prompt_tokens}")
+    if not remote.knows_ignore_eos:
+        notes.append("the server refuses ignore_eos: its answers end where the model ends them")
     if ours.completion_tokens != theirs.completion_tokens:
         notes.append(f"the server's answers have {theirs.completion_tokens} tokens, ours {ours.completion_tokens}")
     if theirs.is_warm:
