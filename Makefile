@@ -29,6 +29,8 @@ run: $(RUN_STAMP)  ## Install Soloist, fetch the default model (98 MB) and answe
 	@$(BIN)/soloist run -n 512 "$$PROMPT"
 
 test: check  ## Everything a change must pass: checks, then all tests
+	@$(BIN)/python -c 'from soloist.hub import find_model; find_model()' \
+	    || echo "make: without the default model the tests that need it are skipped"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations 10
 
 test-clients: $(CLIENTS_STAMP)  ## The official clients of OpenAI and Anthropic against the server

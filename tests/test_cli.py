@@ -114,6 +114,16 @@ def test_the_same_seed_gives_the_same_text_and_another_seed_another(tiny: Path, 
     assert answers[0] == answers[1] != answers[2]
 
 
+def test_a_draft_changes_the_speed_line_and_nothing_else(tiny: Path, capsys: pytest.CaptureFixture[str]):
+    answers = []
+    for words in ([], ["--draft", "ngram", "--draft-width", "4"]):
+        prompt = "one two three one two three one two"
+        assert main(["run", "-m", str(tiny), prompt, "-n", "24", "--ignore-eos", "--dtype", "float32", *words]) == 0
+        answers.append(capsys.readouterr())
+    assert answers[0].out == answers[1].out
+    assert "tokens per step" in answers[1].err and "tokens per step" not in answers[0].err
+
+
 def test_random_weights_answer_without_a_checkpoint(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for path in tiny.iterdir():
         if ".safetensors" not in path.name:
@@ -191,6 +201,7 @@ def test_a_mistyped_word_is_answered_with_the_nearest(words: list[str], said: st
         (["--repetition-penalty", "0"], ("repetition_penalty", "0.01")),
         ([f"--stop={i}" for i in range(65)], ("65", "64")),
         (["--stop", ""], ("stop",)),
+        (["--context", "0"], ("context",)),
         (["--context", "1"], ("context",)),
         (["--context", "1000000"], ("1000000",)),
         (["--threads", "0"], ("threads",)),
@@ -198,6 +209,8 @@ def test_a_mistyped_word_is_answered_with_the_nearest(words: list[str], said: st
         (["--weights", "none"], ("random",)),
         (["--weights-dtype", "int3"], ("int3", "int4")),
         (["--draft", "magic"], ("magic",)),
+        (["--draft-width", "4"], ("draft",)),
+        (["--adaptive-width"], ("draft",)),
     ],
 )
 def test_a_bad_option_says_what_was_given_and_what_is_allowed(

@@ -105,7 +105,9 @@ class LLM:
         )
         if tokenizer is not None:
             tokenizer.check_vocab_size(target.config.vocab_size)
-        limit = max_context_len or min(DEFAULT_CONTEXT_LEN, target.config.max_position_embeddings)
+        limit = max_context_len
+        if limit is None:
+            limit = min(DEFAULT_CONTEXT_LEN, target.config.max_position_embeddings)
         setup = DrafterSetup(
             target=target,
             target_path=found.path if weights == "file" else None,
