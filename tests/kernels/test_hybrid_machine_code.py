@@ -12,7 +12,6 @@ from soloist.kernels import (
     moe_route_cuda,
     moe_triton,
     nvrtc,
-    sampling_triton,
     step_end_triton,
 )
 from soloist.kernels.moe import RouterSettings
@@ -60,8 +59,7 @@ def launch_moe() -> None:
     moe_triton.run_experts(bf16(T, D), slots, *weights, limit=4.0, shared_limit=5.0)
 
 
-def launch_sampler() -> None:
-    sampling_triton.draw(torch.empty(T, 151936), torch.empty(T))
+def launch_end() -> None:
     counts = {name: i32() for name in ("width", "num_left", "finish_code")}
     ids, highest = torch.zeros(T, dtype=torch.int64), torch.empty(T)
     stop_mask = torch.zeros(151936, dtype=torch.bool)
@@ -114,7 +112,6 @@ BUDGETS = {
     "combine_kernel": (144, 16),
     "gate_up_kernel": (80, 128),
     "down_kernel": (112, 80),
-    "draw_kernel": (80, 2),
     "conclude_kernel": (32, 1),
     "finish_kernel": (48, 1),
     "route": (96, 2),
@@ -176,5 +173,5 @@ if __name__ == "__main__":
         launch_kda()
         launch_mla()
         launch_moe()
-        launch_sampler()
+        launch_end()
     print_kernels(compiled + compile_router())

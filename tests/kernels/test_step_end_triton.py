@@ -20,7 +20,7 @@ from tests.kernels.device import DEVICE, launch_kernels, nan_in_fresh_memory
 
 N = 6
 PLAN = SamplingPlan.of(SamplingParams())
-NUM_CASES = 200 if IS_INTERPRETED else 1000
+NUM_CASES = 100 if IS_INTERPRETED else 1000
 
 
 @pytest.fixture(autouse=True)
