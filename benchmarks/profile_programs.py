@@ -113,7 +113,7 @@ def profile_one(path: Path, traces: dict[str, bytes]) -> dict[str, Any]:
     run = run_program(program, naming_s=WINDOW_S, plain_s=WINDOW_S)
     assert run.trace is not None and run.exit_code == 0, f"{path.name} left with {run.exit_code}"
     verdict = judge(path, analyse(run.trace)) | {"unprofiled_step_ms": unprofiled_ms}
-    if "without" in path.read_text(encoding="utf-8"):
+    if '["without"]' in path.read_text(encoding="utf-8"):
         without_ms = run_plain(path, NUM_STEPS // 4, "without")
         verdict |= {"unprofiled_without_ms": without_ms, "real_loss_ms": unprofiled_ms - without_ms}
     small = cut(run.trace)
