@@ -15,7 +15,7 @@ from soloist.models import MODELS, load_model, memory
 from soloist.models.cache import StepKind
 from soloist.models.layers import DenseCausalLM
 from soloist.models.loader import LoadingSource, Placement, RandomSource
-from soloist.models.weights import Part
+from soloist.models.weights import Part, RecordingSource
 from tests.miniature import FAMILIES, draw_tensors, miniature_config, tensor_shapes, write_checkpoint
 
 # Sizes that every packed kernel takes.
@@ -269,6 +269,14 @@ def test_weights_that_do_not_fit_are_refused_before_memory_is_taken(
     with pytest.raises(DoesNotFitError, match=r"the model needs .* GiB on cpu") as caught:
         load_model(checkpoint)
     assert caught.value.exit_code == 3
+
+
+def test_experts_count_as_they_are_held_though_the_maps_are_packed() -> None:
+    asked = RecordingSource()
+    asked.linear(Part(name="map", shape=(64, 32)))
+    asked.experts(Part(name="{e}", shape=(64, 32)), num_experts=3)
+    assert asked.packable == {"map"}
+
 
 
 def test_a_context_that_does_not_fit_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

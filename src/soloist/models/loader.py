@@ -292,7 +292,7 @@ def check_weights_fit(asked: RecordingSource, placement: Placement) -> None:
     num_bytes = 0.0
     for name, shape in asked.shapes.items():
         bytes_per_value: float = asked.dtypes[name].itemsize
-        if placement.packing is not None and len(shape) == 2:
+        if placement.packing is not None and name in asked.packable:
             bytes_per_value = min(PACKED_BYTES_PER_VALUE["int4"], PACKED_BYTES_PER_VALUE[placement.packing])
         num_bytes += torch.Size(shape).numel() * bytes_per_value
     check_fits(num_bytes, placement.device, "the model")

@@ -79,8 +79,10 @@ class RecordingSource(WeightSource):
         self.device = torch.device("meta")
         # Checkpoint name -> shape, in the order of asking.
         self.shapes: dict[str, tuple[int, ...]] = {}
-        # Checkpoint name -> dtype it is held in.
+        # Checkpoint name -> dtype it is held in, unless it is packed.
         self.dtypes: dict[str, torch.dtype] = {}
+        # Checkpoint names of the maps that a source may pack.
+        self.packable: set[str] = set()
 
     def _record(self, part: Part, dtype: torch.dtype | None = None) -> torch.Tensor:
         self.shapes[part.name] = part.shape
@@ -90,6 +92,7 @@ class RecordingSource(WeightSource):
     def linear(self, *parts: Part) -> torch.Tensor:
         for part in parts:
             self._record(part)
+            self.packable.add(part.name)
         rows = sum(part.shape[0] for part in parts)
         # Not `cat`: on the meta device it would import PyTorch's compiler, which takes seconds.
         return torch.empty((rows, *parts[0].shape[1:]), dtype=self.dtype, device="meta")
