@@ -23,7 +23,7 @@ LAYERS = (
     ("vocabulary", "tokenizer", "chat", "hub"),
     ("answer",),
     ("llm",),
-    ("profiler", "bench", "doctor"),
+    ("profiler", "bench", "doctor", "draft_check"),
     ("train", "server"),
     ("cli",),
 )

@@ -17,6 +17,7 @@ from soloist import __version__
 from soloist.cli.bench import bench
 from soloist.cli.chat import chat
 from soloist.cli.doctor import doctor
+from soloist.cli.draft import draft_app
 from soloist.cli.models import models_app
 from soloist.cli.profile import profile
 from soloist.cli.run import run
@@ -40,6 +41,7 @@ app.command()(chat)
 app.command()(serve)
 app.add_typer(models_app, name="models")
 app.command()(bench)
+app.add_typer(draft_app, name="draft")
 app.command()(profile)
 app.command()(doctor)
 

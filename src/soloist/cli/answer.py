@@ -43,6 +43,10 @@ def load(
     weights_dtype: Any,
     dtype: str | None,
     draft: str | None,
+    draft_width: int | None = None,
+    draft_weights_dtype: Any = None,
+    adaptive_width: bool = False,
+    simulate_acceptance: float | None = None,
 ) -> "LLM":
     """Load a model, with a bar while it takes long; says what rounding costs where weights are held in another form."""
     from soloist.llm import LLM
@@ -51,6 +55,10 @@ def load(
         llm = LLM(
             model,
             draft=draft,
+            draft_width=draft_width,
+            draft_weights_dtype=draft_weights_dtype,
+            adaptive_width=adaptive_width,
+            simulated_acceptance=simulate_acceptance,
             device=device,
             weights=weights,
             weights_dtype=weights_dtype,
@@ -123,6 +131,10 @@ def speed_line(llm: "LLM", completion: "Completion") -> str:
         words += [f"TPOT {stats.tpot_ms:.1f} ms", f"{stats.decode_tok_per_s:.0f} tok/s"]
     if stats.drafted:
         words.append(f"{stats.acceptance_length:.2f} tokens per step")
+    if stats.simulated:
+        words.append("SIMULATED acceptance, the text is not the model's")
+    if stats.drafting_off_after is not None:
+        words.append(f"drafting off after {stats.drafting_off_after} tokens, it lost")
     if share := bandwidth_share(llm, completion):
         words.append(f"{share[0]:.0%} of this machine's {share[1]:.0f} GB/s")
     return " · ".join([*words, completion.finish_reason])

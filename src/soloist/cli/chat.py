@@ -231,6 +231,9 @@ def chat(
     weights_dtype: options.WeightsDtype = None,
     dtype: options.Dtype = None,
     draft: options.Draft = None,
+    draft_width: options.DraftWidth = None,
+    draft_weights_dtype: options.DraftWeightsDtype = None,
+    adaptive_width: options.AdaptiveWidth = False,
     debug: options.Debug = False,
 ) -> None:
     """Converse with a model; /help lists the commands. From a pipe, every line is a message."""
@@ -255,6 +258,9 @@ def chat(
         weights_dtype=weights_dtype,
         dtype=dtype,
         draft=draft,
+        draft_width=draft_width,
+        draft_weights_dtype=draft_weights_dtype,
+        adaptive_width=adaptive_width,
     )
     from soloist.prefix import PrefixStore
 

@@ -68,7 +68,23 @@ Dtype = Annotated[
     Literal["bfloat16", "float16", "float32"] | None,
     typer.Option("--dtype", help="Of activations and caches. Default: bfloat16."),
 ]
-Draft = Annotated[str | None, typer.Option("--draft", help="Drafter, or the model to draft with.", metavar="DRAFT")]
+Draft = Annotated[
+    str | None, typer.Option("--draft", help="ngram, mtp, or a draft's checkpoint: as --model.", metavar="DRAFT")
+]
+DraftWidth = Annotated[
+    int | None,
+    typer.Option("--draft-width", help="Rows of a step: the pending token and its drafts, 2 to 16.", metavar="N"),
+]
+DraftWeightsDtype = Annotated[
+    str | None, typer.Option("--draft-weights-dtype", help="--weights-dtype of the draft.", metavar="DTYPE")
+]
+AdaptiveWidth = Annotated[
+    bool, typer.Option("--adaptive-width", help="As many drafts as pay; measures once what steps cost here.")
+]
+SimulateAcceptance = Annotated[
+    float | None,
+    typer.Option("--simulate-acceptance", help="Commit A tokens a step, whatever the model says.", metavar="A"),
+]
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of text.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

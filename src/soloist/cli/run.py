@@ -50,6 +50,10 @@ def run(
     weights_dtype: options.WeightsDtype = None,
     dtype: options.Dtype = None,
     draft: options.Draft = None,
+    draft_width: options.DraftWidth = None,
+    draft_weights_dtype: options.DraftWeightsDtype = None,
+    adaptive_width: options.AdaptiveWidth = False,
+    simulate_acceptance: options.SimulateAcceptance = None,
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> int:
@@ -86,6 +90,10 @@ def run(
         weights_dtype=weights_dtype,
         dtype=dtype,
         draft=draft,
+        draft_width=draft_width,
+        draft_weights_dtype=draft_weights_dtype,
+        adaptive_width=adaptive_width,
+        simulate_acceptance=simulate_acceptance,
     )
 
     def start(on_prefill: "OnPrefill") -> "Stream":
@@ -196,9 +204,16 @@ def _as_json(llm: "LLM", completion: "Completion") -> dict[str, Any]:
         "bandwidth_share": share and share[0],
         "bandwidth_gb_per_s": share and share[1],
         "drafter": stats.drafter,
+        "policy": stats.policy,
+        "drafting_off_after": stats.drafting_off_after,
+        "simulated": stats.simulated,
         "forwards": stats.forwards,
         "drafted": stats.drafted,
         "accepted": stats.accepted,
         "acceptance_length": stats.acceptance_length,
+        "acceptance_rate": stats.acceptance_rate,
+        "acceptance_by_position": stats.acceptance_by_position,
+        "drafted_histogram": stats.drafted_histogram,
+        "accepted_histogram": stats.accepted_histogram,
         "weight_bytes": llm.engine.runner.model.report.weight_bytes,
     }

@@ -63,6 +63,9 @@ def serve(
     weights_dtype: options.WeightsDtype = None,
     dtype: options.Dtype = None,
     draft: options.Draft = None,
+    draft_width: options.DraftWidth = None,
+    draft_weights_dtype: options.DraftWeightsDtype = None,
+    adaptive_width: options.AdaptiveWidth = False,
     debug: options.Debug = False,
 ) -> None:
     """Serve a model over HTTP, in the protocols of OpenAI, Anthropic and llama.cpp; a page is at /.
@@ -110,6 +113,9 @@ def serve(
             weights_dtype=weights_dtype,
             dtype=dtype,
             draft=draft,
+            draft_width=draft_width,
+            draft_weights_dtype=draft_weights_dtype,
+            adaptive_width=adaptive_width,
         )
         llm.engine.prefixes = PrefixStore(
             host_bytes=round(prefix_memory * GIB), device_bytes=round(prefix_device_memory * GIB)
