@@ -65,7 +65,7 @@ def run_unwatched(words: list[str]) -> None:
 
 def cut(trace: Trace) -> Trace:
     """Keep a few steps around the moment from which no Python line was recorded."""
-    steps = find_steps(trace, 10**6)
+    steps = find_steps(trace)
     switch = next((i for i, r in enumerate(steps.recordings) if r is Recording.MIXED), len(steps))
     first, last = max(0, switch - KEPT_STEPS), min(len(steps), switch + KEPT_STEPS + 1)
     # A little more on both sides, so that the first and the last step are found again.

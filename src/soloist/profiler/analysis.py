@@ -135,16 +135,18 @@ def analyse(trace: Trace, *, max_steps: int = DEFAULT_STEPS) -> Analysis:
 
     Args:
         trace: of one process. Calls of steps without Python lines get the stacks of steps that have them.
-        max_steps: look at the last so many steps.
+        max_steps: look at the last so many steps; names come from any step.
 
     Raises:
         UsageError: the trace has no work of a GPU.
     """
     if not trace.works:
         raise UsageError(f"{trace.name} has no work of a GPU: there is nothing to wait for")
-    all_steps = find_steps(trace, max_steps)
-    lend_stacks(trace, all_steps)
+    all_steps = find_steps(trace)
     steps = all_steps.longest(Recording.PLAIN) or all_steps.longest(Recording.NAMED) or all_steps
+    steps = steps.last(max_steps)
+    # The steps with names may lie far before those that are looked at.
+    lend_stacks(trace, all_steps, steps)
     device = trace.devices[0]
     works = [work for work in trace.works if work.device == device]
     spans = busy_spans(works)
@@ -175,7 +177,7 @@ def analyse(trace: Trace, *, max_steps: int = DEFAULT_STEPS) -> Analysis:
         gaps=_gap_lines(gaps, len(steps)),
         kernels=_kernel_lines(trace, device, steps),
         lead=_lead_figures(find_leads(trace, device), steps),
-        overhead=_overhead(trace, all_steps),
+        overhead=_overhead(trace, all_steps, max_steps),
         hidden_replays=_hidden_replays(trace, steps),
         steps=steps,
     )
@@ -295,11 +297,11 @@ def _lead_figures(leads: Sequence[Lead], steps: Steps) -> LeadFigures | None:
     )
 
 
-def _overhead(trace: Trace, steps: Steps) -> Overhead:
+def _overhead(trace: Trace, steps: Steps, max_steps: int) -> Overhead:
     figures: dict[Recording, float | None] = {}
     for recording in (Recording.NAMED, Recording.PLAIN):
         row = steps.longest(recording)
-        figures[recording] = _median_step_ms(row) if row and row.origin is not Origin.NONE else None
+        figures[recording] = _median_step_ms(row.last(max_steps)) if row and row.origin is not Origin.NONE else None
     return Overhead(
         named_step_ms=figures[Recording.NAMED],
         plain_step_ms=figures[Recording.PLAIN],

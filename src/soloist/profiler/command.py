@@ -184,7 +184,7 @@ class _Recorder:
             for action, seconds in actions:
                 if not self._ask(action) or self._is_over.wait(seconds):
                     return
-            if self.trace is not None and self.trace.works and find_steps(self.trace, 8).origin is not Origin.NONE:
+            if self.trace is not None and self.trace.works and find_steps(self.trace).origin is not Origin.NONE:
                 return
             # Still starting up; looking on costs time.
             pause_s = max(1.0, 2 * pause_s)

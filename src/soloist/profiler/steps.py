@@ -65,6 +65,10 @@ class Steps:
             recordings=self.recordings[first:last],
         )
 
+    def last(self, num_steps: int) -> "Steps":
+        """Give at most the last `num_steps`."""
+        return self.take(max(0, len(self) - num_steps), len(self))
+
     def longest(self, recording: Recording) -> "Steps | None":
         """Give the longest row of steps with this recording; None if it is shorter than `MIN_REPEATS`."""
         best = (0, 0)
@@ -77,13 +81,8 @@ class Steps:
         return self.take(*best) if best[1] - best[0] >= MIN_REPEATS else None
 
 
-def find_steps(trace: Trace, max_steps: int) -> Steps:
-    """Find the last steps of a trace.
-
-    Args:
-        trace: with at least one piece of GPU work.
-        max_steps: give at most that many of each recording, the last ones.
-    """
+def find_steps(trace: Trace) -> Steps:
+    """Find the steps of a trace that has at least one piece of GPU work."""
     launches = _launches(trace)
     edges = [(mark, gpu) for mark in trace.marks_us if (gpu := _gpu_start_behind(launches, mark)) is not None]
     origin = Origin.MARKER
@@ -96,22 +95,12 @@ def find_steps(trace: Trace, max_steps: int) -> Steps:
     host_us = [edge[0] for edge in edges]
     # Work may start out of order on several streams; edges must not.
     gpu_us = itertools.accumulate((edge[1] for edge in edges), max)
-    steps = Steps(
+    return Steps(
         origin=origin,
         host_us=tuple(host_us),
         gpu_us=tuple(gpu_us),
         recordings=tuple(_recording(trace, *edge) for edge in itertools.pairwise(host_us)),
     )
-    return _last(steps, max_steps)
-
-
-def _last(steps: Steps, max_steps: int) -> Steps:
-    """Cut the beginning off, so that no recording has more than `max_steps`."""
-    first, counts = len(steps), Counter[Recording]()
-    while first and counts[steps.recordings[first - 1]] < max_steps:
-        first -= 1
-        counts[steps.recordings[first]] += 1
-    return steps.take(first, len(steps))
 
 
 def _recording(trace: Trace, start_us: float, end_us: float) -> Recording:

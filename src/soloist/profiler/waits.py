@@ -50,6 +50,18 @@ _SPELLED = {
 _COPY_OPS = {"aten::to", "aten::_to_copy", "aten::copy_", "aten::contiguous", "aten::clone"}
 
 
+# What a program calls but did not write: PyTorch, this profiler, and what of Python itself may take or pass time.
+_NOT_THE_PROGRAMS = (
+    "torch/",
+    "soloist/profiler/",
+    "<frozen ",
+    *(f"{name}/" for name in ("asyncio", "collections", "concurrent", "ctypes", "email", "encodings", "html", "http")),
+    *(f"{name}/" for name in ("importlib", "json", "logging", "multiprocessing", "re", "urllib", "xml")),
+    *(f"{name}.py" for name in ("contextlib", "copy", "pickle", "queue", "selectors", "socket", "subprocess")),
+    "threading.py",
+)
+
+
 class WaitKind(Enum):
     """Why the host stood still."""
 
@@ -76,10 +88,10 @@ class Wait:
 
 
 def blame(stack: Stack) -> Frame | None:
-    """Choose the frame to name: the innermost that is not PyTorch's own; None: no Python code is known."""
+    """Choose the frame to name: the innermost that is not PyTorch's or Python's own; None: no Python code is known."""
     with_source = [frame for frame in stack if frame.file]
     for frame in with_source:
-        if not frame.file.startswith(("torch/", "soloist/profiler/")):
+        if not frame.file.startswith(_NOT_THE_PROGRAMS):
             return frame
     return with_source[0] if with_source else None
 
@@ -166,28 +178,38 @@ def _spell(call: HostCall, kind: WaitKind, works: Sequence[GpuWork]) -> str:
 # --- names for steps in which no Python line was recorded
 
 
-def lend_stacks(trace: Trace, steps: Steps) -> None:
+def lend_stacks(trace: Trace, all_steps: Steps, steps: Steps) -> None:
     """Give the calls of steps without Python lines the stacks of the same calls in steps that have them.
 
     Steps repeat: the n-th call of one step is made by the line that makes the n-th call of another.
+
+    Args:
+        trace: changed in place.
+        all_steps: any of them lends.
+        steps: these borrow.
     """
-    lenders = [i for i, recording in enumerate(steps.recordings) if recording is Recording.NAMED]
+    lenders = [i for i, recording in enumerate(all_steps.recordings) if recording is Recording.NAMED]
     if not lenders:
         return
     by_thread: dict[int, list[HostCall]] = defaultdict(list)
     for call in trace.calls:
         by_thread[call.thread].append(call)
     for thread, calls in by_thread.items():
-        slices = _slices(calls, steps)
-        names = [tuple(call.name for call in part) for part in slices]
-        typical = Counter(names[i] for i in lenders).most_common(1)[0][0]
-        lender = slices[next(i for i in reversed(lenders) if names[i] == typical)]
+        slices = _slices(calls, all_steps)
+        names_of = {i: _names(slices[i]) for i in lenders}
+        typical = Counter(names_of.values()).most_common(1)[0][0]
+        lender = slices[next(i for i in reversed(lenders) if names_of[i] == typical)]
         pairs_of: dict[tuple[str, ...], list[tuple[int, int]]] = {}
-        for i, recording in enumerate(steps.recordings):
+        for recording, borrower in zip(steps.recordings, _slices(calls, steps), strict=True):
             if recording is not Recording.NAMED:
-                if names[i] not in pairs_of:
-                    pairs_of[names[i]] = _pairs(typical, names[i])
-                _lend(trace, thread, lender, slices[i], pairs_of[names[i]])
+                names = _names(borrower)
+                if names not in pairs_of:
+                    pairs_of[names] = _pairs(typical, names)
+                _lend(trace, thread, lender, borrower, pairs_of[names])
+
+
+def _names(calls: Sequence[HostCall]) -> tuple[str, ...]:
+    return tuple(call.name for call in calls)
 
 
 def _slices(calls: list[HostCall], steps: Steps) -> list[list[HostCall]]:

@@ -36,14 +36,14 @@ def make_plan() -> Callable[[], int]:
     library = runtime_library()
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
-        runtime = ctypes.CDLL(library)
-        return lambda: runtime.cudaStreamSynchronize(None)  # fault
-    folder = Path(tempfile.mkdtemp())
-    (folder / "plan.c").write_text(SOURCE)
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", "plan.so", "plan.c", "-ldl"], cwd=folder, check=True)
-    # It keeps Python's lock while it waits, as extensions do that were written without care.
-    plan = ctypes.PyDLL(str(folder / "plan.so")).plan
-    return lambda: plan(library.encode())  # fault
+        wait, argument = ctypes.CDLL(library).cudaStreamSynchronize, None
+    else:
+        folder = Path(tempfile.mkdtemp())
+        (folder / "plan.c").write_text(SOURCE)
+        subprocess.run([compiler, "-shared", "-fPIC", "-o", "plan.so", "plan.c", "-ldl"], cwd=folder, check=True)
+        # It keeps Python's lock while it waits, as extensions do that were written without care.
+        wait, argument = ctypes.PyDLL(str(folder / "plan.so")).plan, library.encode()
+    return lambda: wait(argument)  # fault
 
 
 torch.cuda.init()
