@@ -48,8 +48,8 @@ def test_json_says_what_was_drafted(tiny: str, draft: Path, capsys):
     assert plain["acceptance_rate"] is None and plain["drafted"] == 0
 
 
-def test_the_speed_line_says_how_many_tokens_a_step_committed(tiny: str, capsys):
-    _, line = run(capsys, tiny, "--draft", "ngram", "--adaptive-width")
+def test_the_speed_line_says_how_many_tokens_a_step_committed(tiny: str, draft: Path, capsys):
+    _, line = run(capsys, tiny, "--draft", str(draft), "--draft-width", "3")
     assert " tokens per step" in line and "SIMULATED" not in line
 
 
@@ -98,3 +98,22 @@ def test_a_draft_that_changes_an_answer_gives_exit_code_1(tiny: str, capsys, mon
 def test_a_check_needs_a_draft(tiny: str, capsys):
     assert main(["draft", "check", "-m", tiny]) == 2
     assert "--draft says which" in capsys.readouterr()[1]
+
+
+BENCH = ("--workload", "looping", "--input-tokens", "12", "--output-tokens", "10", "--repeats", "1", "-t", "1")
+
+
+def test_the_benchmark_climbs_from_plain_decoding_to_adaptive_width(tiny: str, draft: Path, capsys):
+    words = ["bench", "-m", tiny, *BENCH, "--draft", str(draft), "--draft-width", "3", "--adaptive-width", "--json"]
+    assert main(words) == 0
+    result = json.loads(capsys.readouterr()[0])
+    assert [rung["case"] for rung in result["rungs"]] == ["plain decoding", f"--draft {draft}", "--adaptive-width"]
+    assert not result["acceptance_simulated"]
+
+
+def test_the_benchmark_marks_simulation(tiny: str, draft: Path, capsys):
+    words = ["bench", "-m", tiny, *BENCH, "--draft", str(draft), "--simulate-acceptance", "2", "--json"]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["acceptance_simulated"] and "SIMULATED" in err
+    assert main([*words, "--adaptive-width"]) == 2 == main(["bench", "-m", tiny, *BENCH, "--simulate-acceptance", "2"])

@@ -53,6 +53,8 @@ class Measurement:
     device: str
     dtype: str
     drafter: str
+    # Whether drafts were kept by lot.
+    is_simulated: bool
     num_threads: int | None
     # The first request after loading, and everything behind it.
     cold: RequestFigures
@@ -131,6 +133,7 @@ def measure(llm: LLM, workload: Workload, *, repeats: int, name: str = "") -> Me
         device=device_name(device),
         dtype=str(llm.engine.runner.model.dtype).removeprefix("torch."),
         drafter=llm.engine.drafter.name,
+        is_simulated=llm.engine.is_simulated,
         num_threads=torch.get_num_threads() if device.type == "cpu" else None,
         cold=cold,
         warm=warm,

@@ -64,7 +64,7 @@ def _figures(m: Measurement) -> list[str]:
     if w.acceptance_rate is not None and w.acceptance_length is not None:
         lines.append(
             f"  draft  {m.drafter}: {w.acceptance_length:.2f} tokens per step, {w.acceptance_rate:.0%} of the drafts"
-            f" kept, {w.mean_width:.2f} rows per step"
+            f" kept, {w.mean_width:.2f} rows per step{', SIMULATED' if m.is_simulated else ''}"
         )
     f = m.floor
     lines += [
@@ -169,6 +169,7 @@ def _result(m: Measurement, case: str, command: str, weights: Literal["real", "r
         context_len=m.floor.context_len,
         width=m.floor.width,
         acceptance_length=w.acceptance_length,
+        acceptance_simulated=m.is_simulated,
         acceptance_rate=w.acceptance_rate,
         ttft_ms=w.ttft_ms,
         tpot_ms_mean=w.tpot_ms.mean,

@@ -38,6 +38,10 @@ def bench(
         int, typer.Option("--repeats", help="Of every prompt, behind a cold one.", metavar="N", min=1)
     ] = 3,
     draft: options.Draft = None,
+    draft_width: options.DraftWidth = None,
+    draft_weights_dtype: options.DraftWeightsDtype = None,
+    adaptive_width: options.AdaptiveWidth = False,
+    simulate_acceptance: options.SimulateAcceptance = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
     weights: options.Weights = "file",
@@ -87,7 +91,8 @@ def bench(
 ) -> None:
     """Measure time to the first token, time per token, acceptance and the share of the floor that is reached.
 
-    With --draft, plain decoding is measured first, as the rung below. Nothing that was read before is used again.
+    With --draft, plain decoding is measured first, as the rung below; --adaptive-width is a rung of its own. Nothing
+    that was read before is used again.
     """
     if compare is not None:
         _compare(compare, chart, as_json=as_json)
@@ -100,6 +105,13 @@ def bench(
     if gpus != 1 or bandwidth is not None or all_reduce_us or draft_gb or experts is not None:
         raise UsageError("--gpus, --bandwidth, --all-reduce-us, --draft-gb and --experts are for --floor")
 
+    if draft is None and (draft_width or draft_weights_dtype or adaptive_width or simulate_acceptance):
+        raise UsageError(
+            "--draft-width, --draft-weights-dtype, --adaptive-width and --simulate-acceptance need --draft"
+        )
+    if adaptive_width and simulate_acceptance:
+        raise UsageError("--simulate-acceptance is for a fixed width: leave --adaptive-width out")
+
     from soloist.bench.chart import ladder_svg
     from soloist.bench.local import Rung, measure_ladder
     from soloist.bench.remote import Server, measure_remote
@@ -109,7 +121,8 @@ def bench(
     server = None if against is None else Server(against, model=against_model, api_key=against_key)
     made: list[Workload] = []
 
-    def load_with(drafter: str | None) -> "LLM":
+    def load_with(drafter: str | None, *, is_adaptive: bool = False) -> "LLM":
+        has_draft = drafter is not None
         return load(
             model,
             context=context,
@@ -119,6 +132,10 @@ def bench(
             weights_dtype=weights_dtype,
             dtype=dtype,
             draft=drafter,
+            draft_width=draft_width if has_draft else None,
+            draft_weights_dtype=draft_weights_dtype if has_draft else None,
+            adaptive_width=is_adaptive,
+            simulate_acceptance=simulate_acceptance if has_draft else None,
         )
 
     def make(llm: "LLM") -> "Workload":
@@ -129,6 +146,8 @@ def bench(
     rungs = [Rung(name="" if draft is None else _PLAIN, load=lambda: load_with(None))]
     if draft is not None:
         rungs.append(Rung(name=f"--draft {draft}", load=lambda: load_with(draft)))
+        if adaptive_width:
+            rungs.append(Rung(name="--adaptive-width", load=lambda: load_with(draft, is_adaptive=True)))
     measurements = measure_ladder(rungs, make, repeats=repeats)
     remote = None if server is None else measure_remote(server, made[0], repeats=repeats)
     result = make_result(
