@@ -271,7 +271,13 @@ class TestInt4:
             UnsupportedError, match=rf"{shape[0]} outputs and {shape[1]} inputs.*in int8, fp16 or dense"
         ):
             pack_weight(torch.zeros(shape), "int4")
-        assert can_pack("int8", *shape) and can_pack("fp16", *shape)
+        assert can_pack("fp16", *shape)
+
+    @pytest.mark.parametrize("num_inputs", [44, 60, 72])
+    def test_int8_inputs_behind_whose_end_the_kernel_would_read_are_refused(self, num_inputs: int):
+        assert not can_pack("int8", 24, num_inputs) and can_pack("int8", 24, 64)
+        with pytest.raises(UnsupportedError, match=f"an int8 weight of {num_inputs} inputs: they come in 16s"):
+            pack_weight(torch.zeros(24, num_inputs), "int8")
 
     def test_a_cpu_without_kernel_is_refused_by_name(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")

@@ -28,6 +28,8 @@ PackedKind = Literal["int4", "int8", "fp16"]
 INT4_GROUP = 32
 # The int4 kernel takes outputs in multiples of this.
 INT4_ROWS = 16
+# The int8 kernel reads inputs in multiples of this (AVX2: of 8), behind the end of others.
+INT8_INPUTS = 16
 # Rows of a tile of packed int4 codes, four vectors of fp32, on the CPUs that the kernel is vectorised for.
 INT4_TILES = {"AVX512": 64, "AVX2": 32}
 # From this many tokens on, dequantising once is cheaper than the kernel, which does it for each few rows
@@ -82,8 +84,10 @@ Weight = torch.Tensor | PackedWeight
 
 def can_pack(kind: PackedKind, num_outputs: int, num_inputs: int) -> bool:
     """Say whether this machine has a kernel for a weight of this kind and shape; int4 is the choosy one."""
-    if kind != "int4":
+    if kind == "fp16":
         return True
+    if kind == "int8":
+        return num_inputs % INT8_INPUTS == 0
     is_vectorised = torch.backends.cpu.get_cpu_capability() in INT4_TILES
     return is_vectorised and num_outputs % INT4_ROWS == 0 and num_inputs % INT4_GROUP == 0
 
@@ -152,6 +156,10 @@ def packing_error(packed: PackedWeight, weight: torch.Tensor) -> float:
 
 def _refuse_unless_packable(kind: PackedKind, shape: tuple[int, int]) -> None:
     """Refuse what no kernel of this machine takes."""
+    if kind == "int8" and not can_pack(kind, *shape):
+        raise UnsupportedError(
+            f"an int8 weight of {shape[1]} inputs: they come in {INT8_INPUTS}s; keep this weight in fp16 or dense"
+        )
     if not can_pack(kind, *shape):
         capability = torch.backends.cpu.get_cpu_capability()
         raise UnsupportedError(
