@@ -167,3 +167,22 @@ def test_tokens_of_the_law_are_uniform_and_others_are_not():
 def test_p_values_are_those_of_tables():
     assert chi_square_p_value(27.877, 9) == pytest.approx(0.001, rel=1e-3)
     assert chi_square_p_value(8.343, 9) == pytest.approx(0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize("weights_dtype", ["int8", "int4"])
+def test_a_packed_target_answers_the_same_at_every_width(tmp_path: Path, weights_dtype):
+    # Field report 46: one row and several may take another kernel, here of attention.
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 256}
+    path = write_checkpoint(tmp_path, "llama", seed=3, **sizes)
+    target = load_model(path, dtype=torch.bfloat16, weights_dtype=weights_dtype)
+    assert weights_dtype in target.report.bytes_by_format
+    for max_drafts in range(1, 8):
+        drafter = DraftModel(target, max_context_len=300, num_tokens=256, max_drafts=max_drafts)
+        report = check_draft(
+            make_engine(target, drafter),
+            [prompt_of(9, 256)],
+            model="tiny",
+            max_tokens=30,
+            load_reference=lambda: load_model(path, dtype=torch.float32),
+        )
+        assert report.checks[0].passed, (max_drafts, report.checks[0])

@@ -13,8 +13,8 @@ from soloist.spec.history import PADDING, TokenHistory
 from soloist.spec.verify import Verdict
 
 DEFAULT_DRAFTS = 7
-# Tokens compared, the longest match first. A single token recurs too often to say what follows it.
-MIN_MATCH, MAX_MATCH = 2, PADDING
+# Tokens compared, the longest match first. One or two recur too often to say what follows them.
+MIN_MATCH, MAX_MATCH = 3, PADDING
 
 
 def find_continuation(
