@@ -278,7 +278,6 @@ def test_experts_count_as_they_are_held_though_the_maps_are_packed() -> None:
     assert asked.packable == {"map"}
 
 
-
 def test_a_context_that_does_not_fit_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(checkpoint)
     monkeypatch.setattr(memory, "free_bytes", lambda device: 1000.0)
