@@ -365,7 +365,7 @@ class Engine:
                 # A draft behind the last token that was asked for is not verified.
                 buffers.width.copy_(torch.minimum(buffers.width, buffers.num_left.clamp_min(1)))
             if constraint is not None:
-                self._constrain(constraint)
+                self._constrain(constraint, is_drawn=drafter.has_draft_law and not plan.is_greedy)
             num_rows = int(buffers.width) if may_read_width else buffers.max_width if is_drafting else 1
             hidden = runner.forward(num_rows)  # (T, D)
             logits = None
@@ -392,13 +392,18 @@ class Engine:
 
         return step
 
-    def _constrain(self, constraint: Constraint) -> None:
-        """Cut the proposal at its first illegal token, and write down what every row may be followed by."""
+    def _constrain(self, constraint: Constraint, *, is_drawn: bool) -> None:
+        """Cut the proposal at its first illegal token, and write down what every row may be followed by.
+
+        An illegal token that was drawn from a law stays, as the last one, and is refused: a width that depended on what
+        was drawn would favour what the draft likes.
+        """
         buffers = self.runner.buffers
         drafts = buffers.input_ids[1 : int(buffers.width)].tolist()
-        drafts = drafts[: constraint.num_legal(drafts)]
-        buffers.width.fill_(1 + len(drafts))
-        allowed = constraint.allowed(drafts)  # (T, N)
+        legal = drafts[: constraint.num_legal(drafts)]
+        num_drafts = min(len(drafts), len(legal) + is_drawn)
+        buffers.width.clamp_max_(1 + num_drafts)
+        allowed = constraint.allowed(legal)  # (T, N)
         # Padding rows count for nothing, but their logits must stay numbers.
         buffers.is_allowed.fill_(True)
         buffers.is_allowed[: allowed.shape[0]].copy_(allowed)

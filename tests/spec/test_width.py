@@ -189,6 +189,36 @@ def test_a_chain_of_drafts_leaves_the_targets_law(rule: Rule, is_fixed_shape: bo
         assert float(((got[want > 0] - expected) ** 2 / expected).sum()) < 44
 
 
+class OnlyEven:
+    """An answer of even tokens."""
+
+    def num_legal(self, draft_tokens: list[int]) -> int:
+        return next((i for i, token in enumerate(draft_tokens) if token % 2), len(draft_tokens))
+
+    def allowed(self, draft_tokens: list[int]) -> torch.Tensor:
+        return (torch.arange(5) % 2 == 0).expand(1 + len(draft_tokens), 5)
+
+    def advance(self, token_ids: list[int]) -> None:
+        assert not any(token % 2 for token in token_ids)
+
+
+def test_drawn_drafts_leave_a_constrained_law():
+    num_requests = 400
+    (target, table), (draft, _) = markov(5, 7), markov(5, 8, sharpness=2.0)
+    drafter = DraftModel(draft, max_context_len=400, num_tokens=5, max_drafts=2)
+    engine = make_engine(target, drafter)
+    law = table.double()[:, ::2].softmax(-1)[::2]
+    counts = torch.zeros(3, 3, dtype=torch.float64)
+    for seed in range(num_requests):
+        params = SamplingParams(max_tokens=2, temperature=1.0, seed=seed)
+        generation = engine.generate([2], params, constraint=OnlyEven())
+        a, b = (token // 2 for result in generation for token in result.token_ids)
+        counts[a, b] += 1
+    expected = law[1][:, None] * law * num_requests
+    # 8 degrees of freedom: beyond 26 once in a thousand.
+    assert float(((counts - expected) ** 2 / expected).sum()) < 26
+
+
 def known(prompt: list[int], *, max_drafts: int, offset: int = 0) -> KnownAnswer:
     answers = {tuple(prompt): [i % 5 for i in range(1, 400)]}
     return KnownAnswer(answers, max_drafts=max_drafts, vocab_size=9, offset=offset)
