@@ -117,7 +117,7 @@ def answer(llm: LLM, prompt: str, num_tokens: int) -> Completion:
 def token_ms(completions: Iterable[Completion]) -> float:
     """Give the time a token took behind the prompt, over all answers.
 
-    The first step counts: with a draft it has several tokens, which a time behind the first token would have for nothing.
+    The first step counts: with a draft it has several tokens, which would otherwise take no time.
     """
     stats = [completion.stats for completion in completions]
     return (
