@@ -117,7 +117,7 @@ def test_a_run_says_what_it_measured(tiny: Path, tmp_path: Path, capsys: pytest.
     run = json.loads(capsys.readouterr().out)
     assert run["details"]["input_tokens"] == pytest.approx(60, abs=6)
     assert run["details"]["output_tokens"] == 8 and run["details"]["num_requests"] == 2
-    assert not run["details"]["is_warm"] and run["command"].startswith("soloist ")
+    assert not run["details"]["is_warm"] and run["command"].startswith("soloist")
     assert run["tpot_ms_p10"] <= run["tpot_ms_median"] <= run["tpot_ms_p90"]
     assert run["decode_tok_per_s"] == pytest.approx(1e3 / run["tpot_ms_mean"], rel=0.05)
     assert run["share_of_floor"] == pytest.approx(run["floor_step_ms"] / run["step_ms_median"])

@@ -30,7 +30,7 @@ def test_argmax_equals_that_of_all_logits():
 
 def test_a_packed_head_works_the_same():
     x, norm, weight = inputs()
-    ids, _ = head.norm_argmax(x, norm, 1e-5, pack_weight(weight, "int8", activation_dtype=torch.float32), N)
+    ids, _ = head.norm_argmax(x, norm, 1e-5, pack_weight(weight, "fp16"), N)
     assert ids.tolist() == [2, 9, 16, 23]
 
 

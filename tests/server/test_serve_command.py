@@ -62,7 +62,10 @@ def test_small_events_are_sent_at_once():
 def test_a_server_lives_from_start_to_signal(tiny_folder: Path, signal_number: int, exit_code: int):
     words = [SOLOIST, "serve", tiny_folder, "--port", "0", "--threads", "1", "--dtype", "float32", "-c", "512"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    # A shell's background jobs ignore SIGINT, and so would what they start.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     server = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment)
+    signal.signal(signal.SIGINT, handler)
     try:
         assert server.stderr is not None
         line = next(line for line in server.stderr if "is ready" in line)
