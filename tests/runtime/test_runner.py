@@ -74,6 +74,11 @@ def test_threads_are_halved_as_long_as_a_step_gets_faster(monkeypatch, step_ms: 
     used = [max(step_ms)]
     monkeypatch.setattr(torch, "get_num_threads", lambda: max(step_ms))
     monkeypatch.setattr(torch, "set_num_threads", lambda n: used.append(n))
-    runner = ModelRunner(table(50))
-    monkeypatch.setattr(runner, "forward", lambda num_rows: time.sleep(step_ms[used[-1]] * 4e-3))
+    runner, clock_s = ModelRunner(table(50)), [0.0]
+
+    def forward(num_rows: int) -> None:
+        clock_s[0] += step_ms[used[-1]] * 1e-3
+
+    monkeypatch.setattr(runner, "forward", forward)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock_s[0])
     assert measure_num_threads(runner) == best
