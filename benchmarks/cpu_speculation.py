@@ -50,7 +50,7 @@ LOOKUP_TARGET = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FORMATS: tuple[WeightsDtype | None, ...] = (None, "int8", "int4")
 CONTEXT_LEN = 2048
 # (rows of a step, whether they adapt) that are tried with the draft.
-WIDTHS = ((2, False), (3, False), (4, False), (6, True))
+WIDTHS = ((3, False), (4, False), (4, True))
 LLAMA_CPP = "llama.cpp, same file"
 # A text with two misspelled words, and the first words of the corrected one.
 _TEXT = (
@@ -287,7 +287,7 @@ def measure_draft(options: argparse.Namespace) -> dict[str, Any]:
     """Compare a draft model with our fastest plain decoding, on code."""
     say("settings")
     path = options.models_dir / TARGET
-    draft = load_model(options.models_dir / DRAFT, weights_dtype="int8")
+    draft = load_model(options.models_dir / DRAFT)
     settings = choose_settings(options, draft)
     plain_target = Loaded.read(path, CONTEXT_LEN, settings["plain_weights_dtype"])
     is_same = settings["plain_weights_dtype"] == settings["draft_weights_dtype"]

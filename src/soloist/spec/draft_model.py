@@ -18,7 +18,7 @@ from soloist.spec.history import TokenHistory
 from soloist.spec.setup import DrafterSetup
 from soloist.spec.verify import Verdict
 
-# Tokens of a proposal by device type. On a CPU rows cost what they compute, from the fourth on.
+# Tokens of a proposal by device type. On a CPU rows cost what they compute, from the fourth or fifth on.
 DEFAULT_DRAFTS = {"cpu": 2, "cuda": 5}
 # Tokens that are read at once while a prompt is followed.
 CHUNK_TOKENS = 512
@@ -168,11 +168,8 @@ def load_draft_model(setup: DrafterSetup) -> DraftModel:
         DoesNotFitError: it is larger than the free memory.
     """
     assert setup.draft_path is not None
-    device, dtype, weights_dtype = setup.target.device, setup.target.dtype, setup.weights_dtype
-    if weights_dtype is None and device.type == "cpu" and dtype is torch.bfloat16:
-        # Reads half of what fp16 does, and agrees with the target as often.
-        weights_dtype = "int8"
-    model = load_model(setup.draft_path, device=device, dtype=dtype, weights_dtype=weights_dtype)
+    device = setup.target.device
+    model = load_model(setup.draft_path, device=device, dtype=setup.target.dtype, weights_dtype=setup.weights_dtype)
     return DraftModel(
         model,
         max_context_len=setup.max_context_len,
