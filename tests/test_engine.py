@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soloist.engine import Engine, StepResult
+from soloist.engine import Engine
 from soloist.errors import ContextLengthError, NumericsError, UsageError
+from soloist.generation import StepResult
 from soloist.models import load_model
 from soloist.models.cache import StepKind
 from soloist.models.causal_lm import CausalLM, HiddenCapture

@@ -18,7 +18,7 @@ LAYERS = (
     ("runtime",),
     ("spec",),
     ("prefix",),
-    ("engine",),
+    ("engine", "generation"),
     ("step_costs",),
     ("vocabulary", "tokenizer", "chat", "hub"),
     ("answer",),
@@ -29,9 +29,17 @@ LAYERS = (
 )
 ROW = {name: row for row, names in enumerate(LAYERS) for name in names}
 # (importer, imported): the only imports within a row.
-SAME_ROW = {("tokenizer", "vocabulary"), ("chat", "tokenizer"), ("bench", "profiler"), ("bench", "doctor")}
+SAME_ROW = {
+    ("tokenizer", "vocabulary"), ("chat", "tokenizer"), ("bench", "profiler"), ("bench", "doctor"),
+    # A request's way back to its engine is a type only.
+    ("engine", "generation"), ("generation", "engine"),
+}  # fmt: skip
 # Text knows nothing of steps, whatever the order says.
-NEVER = {(text, engine) for text in LAYERS[ROW["tokenizer"]] for engine in ("runtime", "spec", "prefix", "engine")}
+NEVER = {
+    (text, engine)
+    for text in LAYERS[ROW["tokenizer"]]
+    for engine in ("runtime", "spec", "prefix", "engine", "generation")
+}
 # Packages an installation may lack: imported where they are used.
 OPTIONAL_PACKAGES = {
     "accelerate", "cuda", "fla", "gguf", "llguidance", "matplotlib", "numpy", "readline", "transformers", "triton",

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from soloist.engine import Engine, Generation
+from soloist.engine import Engine
+from soloist.generation import Generation
 from soloist.models import load_model
 from soloist.models.cache import StepKind
 from soloist.models.causal_lm import CausalLM

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from soloist.engine import FinishReason, Generation, RequestStats, StepResult
+from soloist.generation import FinishReason, Generation, RequestStats, StepResult
 from soloist.runtime.ring import TokenLogprob
 from soloist.sampling_params import SamplingParams
 from soloist.tokenizer import Detokenizer, StopMatcher, Tokenizer

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 import soloist
-from soloist.engine import Engine, Generation
+from soloist.engine import Engine
 from soloist.errors import UsageError
+from soloist.generation import Generation
 from soloist.kernels.sampling import target_probs
 from soloist.models.cache import Cache, StepKind
 from soloist.models.causal_lm import CausalLM

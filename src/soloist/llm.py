@@ -16,8 +16,9 @@ import torch
 from soloist.answer import Completion, Delta, Stream
 from soloist.chat import ChatTemplate, Prompt
 from soloist.config import user_cache_dir
-from soloist.engine import Engine, RequestStats
+from soloist.engine import Engine
 from soloist.errors import ModelNotFoundError, UnsupportedError, UsageError
+from soloist.generation import RequestStats
 from soloist.hub import find_model
 from soloist.models import load_model
 from soloist.models.loader import Progress, WeightsDtype

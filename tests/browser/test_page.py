@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from soloist.engine import Generation
+from soloist.generation import Generation
 from tests.clients.served import served
 from tests.server.client import make_tokenizer, scripted_llm
 

@@ -421,8 +421,8 @@ def test_a_stop_that_comes_within_a_step_leaves_a_state_that_belongs_to_its_toke
     sequence = torch.tensor([*prompt, *token_ids][:-1])
     model.forward(sequence, cache, StepKind.PREFILL)
     assert int(runner.cache.context_len) == len(sequence)
-    torch.testing.assert_close(runner.cache.recurrent.state, cache.recurrent.state)
-    torch.testing.assert_close(runner.cache.recurrent.conv, cache.recurrent.conv)
+    torch.testing.assert_close(runner.cache.recurrent.state, cache.recurrent.state, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(runner.cache.recurrent.conv, cache.recurrent.conv, rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_alive_is_taken_out_of_the_collectors_sight():

@@ -27,9 +27,9 @@ def table(max_context_len: int) -> TableModel:
     [
         (100, None, 1, 100, 100),
         (100, 40, 1, 40, 40),
-        (100, 40, 16, 40, 54),
-        (100, None, 16, 86, 100),
-        (100, 95, 2, 95, 95),
+        (100, 40, 16, 40, 55),
+        (100, None, 16, 85, 100),
+        (100, 95, 2, 95, 96),
     ],
 )
 def test_rows_behind_the_context_take_of_it_only_where_the_model_has_no_more(

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from soloist.engine import Generation
+from soloist.generation import Generation
 from soloist.server.failures import BusyError
 from soloist.server.queue import NeverBegun, WorkQueue
 from tests.server.client import Client, Response, scripted_llm

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from soloist.engine import Generation
+from soloist.generation import Generation
 from soloist.server.tool_calls import JsonParser
 from soloist.tokenizer import Tokenizer
 from tests.server.client import Client, Response, make_tokenizer, scripted_llm

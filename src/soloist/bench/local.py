@@ -1,5 +1,6 @@
 """Measuring this engine: requests under a stopwatch, cold and warm apart, against the floor of the same run."""
 
+import gc
 import itertools
 import resource
 import sys
@@ -190,4 +191,7 @@ def measure_ladder(
         llm = rung.load()
         measurements.append(measure(llm, make_workload(llm), repeats=repeats, name=rung.name))
         del llm
+        # Loading for a GPU took it out of the collector's sight.
+        gc.unfreeze()
+        gc.collect()
     return measurements

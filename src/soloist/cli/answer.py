@@ -50,6 +50,7 @@ def load(
 ) -> "LLM":
     """Load a model, with a bar while it takes long; says what rounding costs where weights are held in another form."""
     from soloist.llm import LLM
+    from soloist.runtime.graph import freeze_garbage
 
     with Bar("reading weights") as bar:
         llm = LLM(
@@ -67,6 +68,8 @@ def load(
             num_threads=threads,
             progress=bar,
         )
+    if llm.engine.execution.is_captured:
+        freeze_garbage()
     report = llm.engine.runner.model.report
     if weights_dtype is not None:
         held = ", ".join(f"{num_bytes / 1e6:.0f} MB {kind}" for kind, num_bytes in report.bytes_by_format.items())

@@ -122,6 +122,9 @@ class StepQueue:
 
 
 def freeze_garbage() -> None:
-    """Take what is alive now, the model above all, out of the collector's sight: a full collection stalls the loop."""
+    """Take what is alive now, the model above all, out of the collector's sight: a full collection stalls the loop.
+
+    For a process that keeps its model: what is part of a cycle now is never freed, unless `gc.unfreeze` is called.
+    """
     gc.collect()
     gc.freeze()

@@ -57,8 +57,8 @@ class ModelRunner:
         wanted = limit if max_context_len is None else max_context_len
         if wanted < 2:
             raise UsageError(f"a context of {wanted} tokens; allowed: at least 2, one of prompt and one of answer")
-        # The last token of an answer enters no cache; a last step of T rows may write T - 2 rows behind it.
-        overhang = max(0, max_width - 2)
+        # A step that was enqueued behind the end of a full context still writes its T rows, from the last position on.
+        overhang = max_width - 1
         self.cache = model.make_cache(wanted if wanted > limit else min(wanted + overhang, limit), max_width)
         self.max_context_len = min(wanted, self.cache.max_context_len - overhang)
         self.buffers = StepBuffers.allocate(

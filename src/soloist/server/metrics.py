@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from soloist.engine import RequestStats
+from soloist.generation import RequestStats
 
 if TYPE_CHECKING:
     from soloist.server.service import Gaps, Service

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from soloist.chat import ReasoningParser
+from soloist.chat import END_THINK, ReasoningParser
 from soloist.server.tool_calls import OPEN, CallArguments, CallBegin, Event, Text, ToolParser
 
 
@@ -33,12 +33,14 @@ class TextSplitter:
         self._tools = tool_parser
         # The end of the reasoning so far, which may begin a call.
         self._held = ""
+        # All text until something stood behind the reasoning, for `num_reasoning_chars`.
+        self._head: str | None = ""
+        self._num_reasoning_chars = 0
 
     def push(self, text: str) -> list[Piece]:
         """Take more text; give what is certain, in order."""
-        if self._reasoning is None:
-            return self._content(text)
-        return self._sort(self._reasoning.push(text))
+        pieces = self._content(text) if self._reasoning is None else self._sort(self._reasoning.push(text))
+        return self._counted(text, pieces)
 
     def finish(self) -> list[Piece]:
         """End the text; give what was held back."""
@@ -50,6 +52,30 @@ class TextSplitter:
             self._held = ""
         if self._tools is not None:
             pieces += self._tools.finish()
+        return self._counted("", pieces)
+
+    @property
+    def num_reasoning_chars(self) -> int:
+        """Characters of the answer, from its beginning, that were reasoning or its marks; 0 if there was none."""
+        return self._num_reasoning_chars
+
+    @property
+    def is_behind_call(self) -> bool:
+        """Whether a call has ended and no other has begun."""
+        return self._tools is not None and self._tools.is_behind_call
+
+    def _counted(self, text: str, pieces: list[Piece]) -> list[Piece]:
+        if self._head is not None:
+            self._head += text
+            if any(isinstance(piece, Reasoning) for piece in pieces):
+                self._num_reasoning_chars = len(self._head)
+            if any(not isinstance(piece, Reasoning) for piece in pieces):
+                if self._num_reasoning_chars:
+                    self._num_reasoning_chars = _reasoning_end(self._head)
+                self._head = None
+            elif self._num_reasoning_chars:
+                # Marks and white space behind it, as long as nothing else has come.
+                self._num_reasoning_chars = len(self._head)
         return pieces
 
     def _content(self, text: str) -> list[Piece]:
@@ -82,6 +108,31 @@ class TextSplitter:
                 self._held = before[len(ready) :]
                 pieces += [Reasoning(ready)] if ready else []
         return pieces
+
+
+def _reasoning_end(text: str) -> int:
+    """Give where the reasoning ends that text begins with: behind its mark, or where a call begins."""
+    before, mark, _ = text.partition(END_THINK)
+    return len(before) + len(mark) if mark else len(text.partition(OPEN)[0])
+
+
+class FirstCallEnd:
+    """Finds the end of the first call in an answer's text, for answers that may have one call only.
+
+    Args:
+        splitter: of the answer; used for this only.
+    """
+
+    def __init__(self, splitter: TextSplitter) -> None:
+        self._splitter = splitter
+
+    def __call__(self, text: str) -> int | None:
+        """Take more text; give how much of it belongs to the answer, once that has ended."""
+        for i, char in enumerate(text):
+            self._splitter.push(char)
+            if self._splitter.is_behind_call:
+                return i + 1
+        return None
 
 
 @dataclass(kw_only=True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from soloist.answer import Delta, Stream
-from soloist.engine import Constraint, Generation, RequestStats
 from soloist.errors import UsageError
+from soloist.generation import Constraint, Generation, RequestStats
 from soloist.llm import LLM
 from soloist.runtime.ring import TokenLogprob
 from soloist.sampling_params import SamplingParams

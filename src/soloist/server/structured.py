@@ -1,4 +1,4 @@
-"""Answers of a given form: JSON, or JSON of a schema, decided token by token with llguidance. Fails closed.
+"""Answers of a given form: JSON of a schema, or tool calls, decided token by token with llguidance. Fails closed.
 
 A schema that cannot be followed to the letter is refused before a token is made. Reasoning in front of the answer is
 free; the form begins behind it.
@@ -10,10 +10,8 @@ import torch
 
 from soloist.chat import END_THINK
 from soloist.errors import SoloistError, UnsupportedError, UsageError
-from soloist.tokenizer import Detokenizer, Tokenizer
-
-# White space between tokens of JSON, bounded: a model could otherwise go on with it for ever.
-_WHITE_SPACE = r"[\x20\x0A]{0,20}"
+from soloist.server.tool_grammar import WHITE_SPACE
+from soloist.tokenizer import ANSWER_MARKS, Detokenizer, Tokenizer
 
 
 class GrammarError(SoloistError):
@@ -44,26 +42,42 @@ class Grammars:
             eos_token=self.end_ids,
         )
 
-    def constraint(self, schema: dict[str, Any], *, opens_reasoning: bool) -> "JsonConstraint":
-        """Make what holds one answer to JSON of a schema; see `compile`."""
-        return JsonConstraint(self, self.compile(schema), opens_reasoning=opens_reasoning)
-
-    def compile(self, schema: dict[str, Any]) -> Any:
-        """Make a matcher for JSON of a schema.
+    def schema_constraint(self, schema: dict[str, Any], *, opens_reasoning: bool) -> "GrammarConstraint":
+        """Make what holds one answer to JSON of a schema.
 
         Raises:
             UsageError: the schema is not valid, or asks for what cannot be checked token by token.
         """
-        options: Any = {"whitespace_pattern": _WHITE_SPACE}
+        options: Any = {"whitespace_pattern": WHITE_SPACE}
         try:
             grammar = self._library.LLMatcher.grammar_from_json_schema(schema, overrides=options)
         except ValueError as error:
             raise UsageError(f"response_format: the schema is not valid: {_first_line(error)}") from None
+        return GrammarConstraint(self, self._matcher(grammar, "response_format"), opens_reasoning=opens_reasoning)
+
+    def call_constraint(self, grammar: str, to_the_letter: str | None, *, opens_reasoning: bool) -> "GrammarConstraint":
+        """Make what holds one answer to a grammar of calls.
+
+        Args:
+            grammar: in Lark; schemas in it may be followed as far as possible only.
+            to_the_letter: the part of it that must be followed whole; None: there is none.
+            opens_reasoning: reasoning stands in front.
+
+        Raises:
+            UsageError: a schema is not valid, or one that must be followed to the letter cannot be.
+        """
+        library = self._library.LLMatcher
+        if to_the_letter is not None:
+            self._matcher(library.grammar_from_lark(to_the_letter), "tools")
+        matcher = self._matcher(library.grammar_from_lark(grammar), "tools", may_warn=True)
+        return GrammarConstraint(self, matcher, opens_reasoning=opens_reasoning)
+
+    def _matcher(self, grammar: str, field: str, *, may_warn: bool = False) -> Any:
         matcher = self._library.LLMatcher(self._vocabulary, grammar, log_level=0)
         if matcher.is_error():
-            raise UsageError(f"response_format: the schema cannot be followed: {_first_line(matcher.get_error())}")
-        if warnings := matcher.get_grammar_warnings():
-            raise UsageError(f"response_format: the schema cannot be followed to the letter: {warnings[0]}")
+            raise UsageError(f"{field}: the schema cannot be followed: {_first_line(matcher.get_error())}")
+        if (warnings := matcher.get_grammar_warnings()) and not may_warn:
+            raise UsageError(f"{field}: the schema cannot be followed to the letter: {warnings[0]}")
         return matcher
 
 
@@ -72,7 +86,8 @@ class _Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer, num_tokens: int, end_ids: list[int]) -> None:
         self._tokenizer = tokenizer
-        special = tokenizer.special_ids
+        # What a model writes as part of an answer is text to a grammar, however it is spelled.
+        special = tokenizer.special_ids - {tokenizer.token_id(text) for text in ANSWER_MARKS}
         # Special tokens get a name that no text can be, in the library's own marking.
         self.tokens = [
             b"\xff" + f"[{i}]".encode() if i in special else tokenizer.token_bytes(i) or b"\xff" + f"[{i}]".encode()
@@ -86,12 +101,14 @@ class _Vocabulary:
         return self._tokenizer.encode(text if isinstance(text, str) else text.decode("utf-8", "replace"))
 
 
-class JsonConstraint:
-    """Follows one answer: free until its reasoning ends, then JSON of a schema, then the end."""
+class GrammarConstraint:
+    """Follows one answer: free until its reasoning ends, then within a grammar, then the end."""
 
     def __init__(self, grammars: Grammars, matcher: Any, *, opens_reasoning: bool) -> None:
         self._grammars = grammars
         self._matcher = matcher
+        # What of a schema is not followed, in words.
+        self.warnings = [f"tools: {warning}" for warning in matcher.get_grammar_warnings()]
         self._ends = frozenset(grammars.end_ids)
         self._reasoning = _ReasoningEnd(grammars.tokenizer) if opens_reasoning else None
 

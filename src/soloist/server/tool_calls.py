@@ -65,6 +65,11 @@ class ToolParser(ABC):
         # The argument that is being read is text by its schema, and streams.
         self._is_text = False
 
+    @property
+    def is_behind_call(self) -> bool:
+        """Whether a call has ended and no other has begun."""
+        return self._num_calls > 0 and self._state == self._outside
+
     def push(self, text: str) -> list[Event]:
         """Take more text; give what is certain."""
         self._held += text
