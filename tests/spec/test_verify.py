@@ -239,3 +239,17 @@ def test_accepted_and_bonus_tokens_of_many_steps_follow_the_target(rule: Rule):
     statistic = float(((counts - expected) ** 2 / expected).sum())
     # 8 degrees of freedom: beyond 26 once in a thousand.
     assert statistic < 26
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_a_step_behind_the_end_of_an_answer_keeps_no_draft(rule: Rule):
+    """Captured steps run there with all their rows and a width of 0."""
+    N, T = 7, 4
+    buffers = StepBuffers.allocate(max_width=T, num_tokens=N, has_draft_probs=True)
+    buffers.begin([1], SamplingParams(temperature=1.0), seed=3, max_tokens=9, stop_ids=())
+    buffers.end()
+    assert buffers.draft_probs is not None
+    buffers.draft_probs.fill_(1 / N)
+    target = Target(tokens=None, probs=torch.full((T, N), 1 / N), highest=torch.zeros(T))
+    verdict = accept(target, buffers, i32(5), rule)
+    assert int(verdict.num_committed) == int(verdict.num_accepted) == 0

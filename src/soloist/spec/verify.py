@@ -151,8 +151,9 @@ def chain_passing(target_probs: torch.Tensor, draft_tokens: torch.Tensor, draft_
 
 
 def count_chain(passing: torch.Tensor, uniforms: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
-    """Count the leading drafts that pass: () int32."""
-    return torch.minimum((uniforms < passing).int().cumprod(0).sum(dtype=torch.int32), width - 1)
+    """Count the leading drafts that pass: () int32; a width of 0, behind the end of an answer, counts none."""
+    num_passed = (uniforms < passing).int().cumprod(0).sum(dtype=torch.int32)
+    return torch.minimum(num_passed, (width - 1).clamp_min(0))
 
 
 def block_passing(
