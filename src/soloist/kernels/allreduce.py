@@ -78,7 +78,7 @@ def all_reduce_add(partial: torch.Tensor, residual: torch.Tensor | None, group: 
 
     Returns:
         (T, D), the dtype of `partial`, the same bits on every rank: sums in fp32 in rank order, rounded once. On GPUs
-        more than 16 rows are summed by NCCL in their own dtype.
+        more than 16 rows, and other dtypes than bf16, are summed by NCCL in their own dtype.
     """
     dims: dict[str, int] = {}
     expect(partial, "T D", FLOATS, dims, name="partial")
@@ -86,7 +86,7 @@ def all_reduce_add(partial: torch.Tensor, residual: torch.Tensor | None, group: 
         expect(residual, "T D", partial.dtype, dims, name="residual")
     if use_reference(partial) or group.size == 1:
         return all_reduce_add_ref(partial, residual, group)
-    if dims["T"] <= MAX_PUSHED_ROWS:
+    if partial.dtype is torch.bfloat16 and dims["T"] <= MAX_PUSHED_ROWS:
         from soloist.kernels import allreduce_cuda  # type: ignore[attr-defined]
 
         assert group.mailboxes is not None, "a step on a GPU needs mailboxes"

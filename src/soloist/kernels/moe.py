@@ -18,6 +18,7 @@ experts in ascending order, and rounded once.
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -111,20 +112,27 @@ def moe_ref(
     limit: float | None = None,
     shared_limit: float | None = None,
     width: torch.Tensor | None = None,
+    adds_residual: bool = True,
 ) -> torch.Tensor:
     """Run the experts one by one, each on the rows that chose it; reads the routing (and `width`) on the host."""
     num_rows = x.shape[0] if width is None else int(width)
     h = rms_norm_ref(x[:num_rows], norm_weight, eps)
-    y = x[:num_rows].to(torch.float32, copy=True)
+    out = x.clone() if adds_residual else torch.zeros_like(x)
+    y = out[:num_rows].float()
     if shared_gate_up is not None and shared_down is not None:
         y += _feed_forward(h, shared_gate_up, shared_down, shared_limit)
     experts, weights = route_ref(h.float() @ router_weight.float().T, expert_bias, settings)
     for expert in experts.unique().tolist():
         row, slot = torch.where(experts == expert)
         y[row] += weights[row, slot, None] * _feed_forward(h[row], gate_up[expert], down[expert], limit)
-    out = x.clone()
     out[:num_rows] = y
     return out
+
+
+@cache
+def _no_residual(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros in the place of a step's residual stream, where another operator adds it; made once, never written."""
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def moe(
@@ -142,6 +150,7 @@ def moe(
     limit: float | None = None,
     shared_limit: float | None = None,
     width: torch.Tensor | None = None,
+    adds_residual: bool = True,
 ) -> torch.Tensor:
     """Add the routed and the shared experts to the residual stream. The module's docstring has the equations.
 
@@ -159,6 +168,7 @@ def moe(
         limit: of the routed experts' SwiGLU, above 0; None: no clamp.
         shared_limit: likewise of the shared expert's.
         width: () int32 on the device. Rows at or past it come back unchanged and touch no expert. None: all rows count.
+        adds_residual: False leaves x out of the sum, for ranks that hold a part of every expert each.
 
     Returns:
         (T, D) in x's dtype.
@@ -182,16 +192,17 @@ def moe(
     assert dims["E"] % settings.n_group == 0, f"{dims['E']} experts in {settings.n_group} groups"
     layer = (x, norm_weight, eps, router_weight, expert_bias, gate_up, down, shared_gate_up, shared_down, settings)
     if use_reference(x):
-        return moe_ref(*layer, limit=limit, shared_limit=shared_limit, width=width)
+        return moe_ref(*layer, limit=limit, shared_limit=shared_limit, width=width, adds_residual=adds_residual)
     if dims["T"] > moe_route_cuda.MAX_ROWS:
         assert width is None, "only a step has padding rows"
-        return _moe_prompt(*layer, limit=limit, shared_limit=shared_limit)
+        return _moe_prompt(*layer, limit=limit, shared_limit=shared_limit, adds_residual=adds_residual)
     num_shared, rest = divmod(dims.get("Fs", 0), dims["F"])
     assert rest == 0, f"a shared expert of {dims['Fs']} in slots of {dims['F']}"
     logits = norm_linear(x, norm_weight, eps, router_weight, out_dtype=torch.float32)
     slots = moe_route_cuda.route(x, norm_weight, eps, logits, expert_bias, settings, num_shared=num_shared, width=width)
     weights = (gate_up, down, shared_gate_up, shared_down)
-    return moe_triton.run_experts(x, slots, *weights, limit=limit, shared_limit=shared_limit)
+    residual = x if adds_residual else _no_residual(x.shape, x.dtype, x.device)
+    return moe_triton.run_experts(residual, slots, *weights, limit=limit, shared_limit=shared_limit)
 
 
 def _moe_prompt(
@@ -208,13 +219,16 @@ def _moe_prompt(
     *,
     limit: float | None,
     shared_limit: float | None,
+    adds_residual: bool,
 ) -> torch.Tensor:
     """Run a prompt's rows on a GPU: grouped products for the routed experts, dense ones for the shared expert."""
     h = rms_norm(x, norm_weight, eps)
     logits = linear(h, router_weight, out_dtype=torch.float32)
-    y = x + moe_grouped_triton.run_experts(
+    y = moe_grouped_triton.run_experts(
         h, *route_ref(logits, expert_bias, settings), gate_up, down, limit
     )  # (T, D) fp32
+    if adds_residual:
+        y = x + y
     if shared_gate_up is not None and shared_down is not None:
         a = norm_swiglu(x, norm_weight, eps, shared_gate_up, limit=shared_limit)
         y += linear(a, shared_down, out_dtype=torch.float32)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 
 from soloist.errors import CheckpointError, ModelNotFoundError, UnsupportedError, UsageError
+from soloist.kernels.allreduce import ALONE, TensorParallel
 from soloist.models.bailing_moe_v3 import BailingMoeV3ForCausalLM
 from soloist.models.causal_lm import CausalLM
 from soloist.models.footprint import CountingSource
@@ -20,6 +21,7 @@ from soloist.models.loader import (
     RandomSource,
     SafetensorsSource,
     WeightsDtype,
+    check_num_ranks,
     check_tensors,
     check_weights_fit,
     choose_placement,
@@ -118,6 +120,7 @@ def load_model(
     seed: int = 0,
     weights_dtype: WeightsDtype | None = None,
     progress: Progress | None = None,
+    group: TensorParallel = ALONE,
 ) -> CausalLM:
     """Make a model and fill in its weights.
 
@@ -133,6 +136,7 @@ def load_model(
             keeps the checkpoint's values: int4 for maps that are 4-bit in a GGUF file, `DEFAULT_PACKING` for the rest.
             "int8" and "int4" requantise what is not already so. One form per run: every pass reads the same weights.
         progress: called while the weights are read.
+        group: the ranks that share the model; this one reads and holds its part only.
 
     Raises:
         ModelNotFoundError: the path leads nowhere.
@@ -140,17 +144,20 @@ def load_model(
         CheckpointError: files or tensors are missing, left over, misshaped or damaged.
         DoesNotFitError: the weights are larger than the free memory.
     """
-    placement = choose_placement(torch.device(device), dtype, weights_dtype)
+    placement = choose_placement(torch.device(device), dtype, weights_dtype, group)
     opened = model if isinstance(model, dict) else open_model(model)
     given = opened if isinstance(opened, dict) else read_config(opened)
     model_class = find_model_class(given)
     config = model_class.config_class.from_dict(given)
-    asked = RecordingSource(dtype)
+    check_num_ranks(model_class, config, group.size)
+    asked = RecordingSource(dtype, group)
     blueprint = model_class(config, asked)
     source: LoadingSource
     if weights == "random":
         source = RandomSource(seed, placement)
     elif isinstance(opened, GGUFFile):
+        if group.size > 1:
+            raise UnsupportedError(f"{opened.path}: tensor parallelism reads safetensors, not GGUF: run it on one rank")
         check_tensors(model_class, config, asked, shapes_by_name(opened), opened.path)
         source = GGUFSource(opened, placement, progress)
     elif isinstance(opened, Path):

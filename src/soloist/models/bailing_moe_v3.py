@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 
 from soloist.errors import UnsupportedError
+from soloist.kernels.allreduce import embed
 from soloist.kernels.linear import linear
 from soloist.kernels.moe import RouterSettings
 from soloist.kernels.norm import rms_norm
@@ -19,6 +19,7 @@ from soloist.models.cache import Cache
 from soloist.models.causal_lm import ModelConfig
 from soloist.models.config_json import ConfigReader, take_rope
 from soloist.models.feed_forward import MixtureOfExperts, MoESettings
+from soloist.models.head import likeliest_of, whole_logits
 from soloist.models.hybrid import HybridCausalLM, HybridConfig
 from soloist.models.mixers import CONV_SIZE, KDASettings, LatentAttention, MLASettings, make_latent_cache
 from soloist.models.weights import Part, WeightSource
@@ -308,7 +309,7 @@ class BailingMoeV3MTP:
         if not config.num_nextn_predict_layers:
             raise UnsupportedError("MTP was asked for; this model has none (num_nextn_predict_layers is 0)")
         self.target, self.config = target, config
-        self.dtype, self.device = weights.dtype, weights.device
+        self.dtype, self.device, self.group = weights.dtype, weights.device, weights.group
         D, index = config.hidden_size, config.num_hidden_layers
         layer = f"model.layers.{index}."
         self.enorm = weights.tensor(Part(name=f"{layer}enorm.weight", shape=(D,)))
@@ -341,7 +342,7 @@ class BailingMoeV3MTP:
         """
         assert cache.latent is not None
         eps = self.config.rms_norm_eps
-        e = rms_norm(F.embedding(token_ids, self.target.embed_tokens), self.enorm, eps)  # (T, D)
+        e = rms_norm(embed(token_ids, self.target.embed_tokens, self.group), self.enorm, eps)  # (T, D)
         p = rms_norm(hidden, self.hnorm, eps)  # (T, D)
         x = linear(torch.cat([e, p], dim=-1), self.eh_proj)  # (T, D)
         x = self.mixer(x, cache.latent, 0, cache.context_len, self.target.rotary)
@@ -350,4 +351,11 @@ class BailingMoeV3MTP:
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Apply the target's output head to h' (T, D): logits (T, N) fp32 of the token two positions to the right."""
+        return whole_logits(self._own_logits(hidden), self.config.vocab_size, self.group)
+
+    def pick_likeliest(self, hidden: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Find the likeliest of the first `num_tokens` tokens behind each h' (T, D), as the target does."""
+        return likeliest_of(self._own_logits(hidden), num_tokens, self.group)
+
+    def _own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return linear(hidden, self.target.lm_head, out_dtype=torch.float32)

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from soloist.kernels.allreduce import ALONE, TensorParallel
 from soloist.kernels.sampling import likeliest
 from soloist.models.cache import Cache, StepKind
 from soloist.models.weights import LoadReport, Weight, WeightSource
@@ -40,8 +41,10 @@ class CausalLM(ABC):
     # Of activations and caches, and where they are; every constructor sets both.
     dtype: torch.dtype
     device: torch.device
+    # The ranks that share the model; every constructor takes them from its source.
+    group: TensorParallel = ALONE
     # (N, D) token embedding, and (N, D) output head behind the final norm: drafters borrow both. Every constructor sets
-    # them, whatever the checkpoint calls them.
+    # them, whatever the checkpoint calls them. Of several ranks each holds ceil(N / ranks) rows.
     embed_tokens: torch.Tensor
     lm_head: Weight
     # How the weights were loaded; set by `load_model`.

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from soloist.kernels.linear import linear_residual, norm_swiglu
+from soloist.kernels.allreduce import all_reduce_add, linear_all_reduce
+from soloist.kernels.linear import norm_swiglu
 from soloist.kernels.moe import RouterSettings, moe
-from soloist.models.weights import Part, WeightSource
+from soloist.models.weights import Part, WeightSource, columns, rows
 
 
 def _post_norm(weights: WeightSource, layer: str, hidden_size: int) -> torch.Tensor:
@@ -33,18 +34,18 @@ class DenseFeedForward:
         self, weights: WeightSource, layer: str, *, hidden_size: int, intermediate_size: int, eps: float
     ) -> None:
         D, F = hidden_size, intermediate_size
-        self.eps = eps
+        self.eps, self.group = eps, weights.group
         self.norm = _post_norm(weights, layer, D)
         self.gate_up = weights.linear(
-            Part(name=f"{layer}mlp.gate_proj.weight", shape=(F, D)),
-            Part(name=f"{layer}mlp.up_proj.weight", shape=(F, D)),
+            Part(name=f"{layer}mlp.gate_proj.weight", shape=(F, D), split=rows(F)),
+            Part(name=f"{layer}mlp.up_proj.weight", shape=(F, D), split=rows(F)),
         )
-        self.down = weights.linear(Part(name=f"{layer}mlp.down_proj.weight", shape=(D, F)))
+        self.down = weights.linear(Part(name=f"{layer}mlp.down_proj.weight", shape=(D, F), split=columns(F)))
 
     def __call__(self, x: torch.Tensor, width: torch.Tensor | None) -> torch.Tensor:
         """Transform each row of the residual stream (T, D) and add the result; `width` is not used."""
         h = norm_swiglu(x, self.norm, self.eps, self.gate_up)  # (T, F)
-        return linear_residual(h, self.down, x)
+        return linear_all_reduce(h, self.down, x, self.group)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,7 @@ class MixtureOfExperts:
     ) -> None:
         s, at = settings, layer + settings.module
         D, E, F = s.hidden_size, s.num_experts, s.intermediate_size
-        self.settings, self.limit, self.shared_limit = s, limit, shared_limit
+        self.settings, self.limit, self.shared_limit, self.group = s, limit, shared_limit, weights.group
         self.norm = _post_norm(weights, layer, D)
         # Never packed: a near-tie decided otherwise sends a token to another expert.
         self.router = weights.tensor(Part(name=f"{at}gate.weight", shape=(E, D)), init="normal")
@@ -98,21 +99,24 @@ class MixtureOfExperts:
         self.expert_bias = weights.tensor(bias, dtype=torch.float32, init="zeros")
 
         gate, up, down = (f"{at}experts.{{e}}.{name}.weight" for name in s.expert_maps)
-        parts = Part(name=gate, shape=(F, D)), Part(name=up, shape=(F, D))
+        # Every rank has a slice of every expert: whichever are chosen, the ranks read as much.
+        parts = (Part(name=name, shape=(F, D), split=rows(F)) for name in (gate, up))
         self.gate_up = weights.experts(*parts, num_experts=E)  # (E, 2F, D)
-        self.down = weights.experts(Part(name=down, shape=(D, F)), num_experts=E)  # (E, D, F)
+        self.down = weights.experts(Part(name=down, shape=(D, F), split=columns(F)), num_experts=E)  # (E, D, F)
 
         self.shared_gate_up, self.shared_down = None, None
         if s.shared_intermediate_size is not None:
             Fs, shared = s.shared_intermediate_size, f"{at}shared_experts."
             # Read as experts, of which there is one: like them it is dense and its rows are [gate up].
-            names = [f"{shared}gate_proj.weight", f"{shared}up_proj.weight"]
-            self.shared_gate_up = weights.experts(*(Part(name=n, shape=(Fs, D)) for n in names), num_experts=1)[0]
-            self.shared_down = weights.experts(Part(name=f"{shared}down_proj.weight", shape=(D, Fs)), num_experts=1)[0]
+            parts = (Part(name=f"{shared}{n}_proj.weight", shape=(Fs, D), split=rows(Fs)) for n in ("gate", "up"))
+            self.shared_gate_up = weights.experts(*parts, num_experts=1)[0]
+            shared_down = Part(name=f"{shared}down_proj.weight", shape=(D, Fs), split=columns(Fs))
+            self.shared_down = weights.experts(shared_down, num_experts=1)[0]
 
     def __call__(self, x: torch.Tensor, width: torch.Tensor | None) -> torch.Tensor:
         """Transform each row of the residual stream (T, D) and add the result; rows at or past `width` are padding."""
-        return moe(
+        is_alone = self.group.size == 1
+        y = moe(
             x,
             self.norm,
             self.settings.eps,
@@ -126,7 +130,9 @@ class MixtureOfExperts:
             limit=self.limit,
             shared_limit=self.shared_limit,
             width=width,
+            adds_residual=is_alone,
         )
+        return y if is_alone else all_reduce_add(y, x, self.group)
 
 
 FeedForward = DenseFeedForward | MixtureOfExperts

@@ -48,7 +48,7 @@ class CountingSource(WeightSource):
 
     def __init__(self, source: WeightSource) -> None:
         self.source = source
-        self.dtype, self.device = source.dtype, source.device
+        self.dtype, self.device, self.group = source.dtype, source.device, source.group
         # Checkpoint name (with `{e}` for the experts) -> what it holds.
         self._counts: dict[str, _Count] = {}
 

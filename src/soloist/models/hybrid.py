@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 
 from soloist.errors import ContextLengthError
-from soloist.kernels.head import norm_argmax
+from soloist.kernels.allreduce import embed
 from soloist.kernels.linear import norm_linear
 from soloist.kernels.norm import rms_norm
 from soloist.kernels.rotary import RotaryTable
 from soloist.models.cache import Cache, StepKind
 from soloist.models.causal_lm import CausalLM, HiddenCapture, ModelConfig
 from soloist.models.feed_forward import DenseFeedForward, MixtureOfExperts, MoESettings
+from soloist.models.head import pick_likeliest, whole_logits
 from soloist.models.mixers import (
     KDASettings,
     KimiDeltaAttention,
@@ -27,7 +27,7 @@ from soloist.models.mixers import (
     make_latent_cache,
     make_recurrent_state,
 )
-from soloist.models.weights import Part, WeightSource
+from soloist.models.weights import Part, WeightSource, token_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +81,13 @@ class HybridCausalLM(CausalLM):
 
     def __init__(self, config: HybridConfig, weights: WeightSource, rotary: RotaryTable | None = None) -> None:
         self.config, self.rotary = config, rotary
-        self.dtype, self.device = weights.dtype, weights.device
+        self.dtype, self.device, self.group = weights.dtype, weights.device, weights.group
         N, D = config.vocab_size, config.hidden_size
-        self.embed_tokens = weights.embedding(Part(name=self.embedding_name, shape=(N, D)))
+        self.embed_tokens = weights.embedding(Part(name=self.embedding_name, shape=(N, D), split=token_rows(N)))
         self.mixers = [self._make_mixer(weights, layer) for layer in range(config.num_hidden_layers)]
         self.feed_forwards = [self._make_feed_forward(weights, layer) for layer in range(config.num_hidden_layers)]
         self.norm = weights.tensor(Part(name="model.norm.weight", shape=(D,)))
-        self.lm_head = weights.linear(Part(name="lm_head.weight", shape=(N, D)))
+        self.lm_head = weights.linear(Part(name="lm_head.weight", shape=(N, D), split=token_rows(N)))
 
     def _make_mixer(self, weights: WeightSource, layer: int) -> KimiDeltaAttention | LatentAttention:
         prefix = f"model.layers.{layer}."
@@ -117,7 +117,9 @@ class HybridCausalLM(CausalLM):
             max_width=max_width,
             device=device,
             latent=make_latent_cache(num_mla, config.mla, max_context_len, dtype=dtype, device=device),
-            recurrent=make_recurrent_state(num_kda, config.kda, max_width, dtype=dtype, device=device),
+            recurrent=make_recurrent_state(
+                num_kda, config.kda, max_width, dtype=dtype, device=device, group=self.group
+            ),
         )
 
     def forward(
@@ -130,7 +132,7 @@ class HybridCausalLM(CausalLM):
         capture: HiddenCapture | None = None,
     ) -> torch.Tensor:
         assert cache.latent is not None and cache.recurrent is not None
-        x = F.embedding(input_ids, self.embed_tokens)  # (T, D)
+        x = embed(input_ids, self.embed_tokens, self.group)  # (T, D)
         if capture is not None:
             capture.keep(-1, x)
         num_kda = num_mla = 0
@@ -150,7 +152,8 @@ class HybridCausalLM(CausalLM):
         return rms_norm(hidden, self.norm, self.config.rms_norm_eps)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return norm_linear(hidden, self.norm, self.config.rms_norm_eps, self.lm_head, out_dtype=torch.float32)
+        logits = norm_linear(hidden, self.norm, self.config.rms_norm_eps, self.lm_head, out_dtype=torch.float32)
+        return whole_logits(logits, self.config.vocab_size, self.group)
 
     def pick_likeliest(self, hidden: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return norm_argmax(hidden, self.norm, self.config.rms_norm_eps, self.lm_head, num_tokens)
+        return pick_likeliest(hidden, self.norm, self.config.rms_norm_eps, self.lm_head, num_tokens, self.group)

@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
-import torch.nn.functional as F
 
 from soloist.errors import ContextLengthError, UnsupportedError
+from soloist.kernels.allreduce import embed, linear_all_reduce
 from soloist.kernels.attention import attention
-from soloist.kernels.head import norm_argmax
-from soloist.kernels.linear import linear_residual, norm_linear
+from soloist.kernels.linear import norm_linear
 from soloist.kernels.norm import rms_norm
 from soloist.kernels.rotary import RopeScaling, RotaryTable, YarnScaling, make_rotary_table
 from soloist.models.cache import Cache, KVCache, StepKind
 from soloist.models.causal_lm import CausalLM, HiddenCapture, ModelConfig
 from soloist.models.config_json import ConfigReader, take_rope
 from soloist.models.feed_forward import DenseFeedForward
+from soloist.models.head import pick_likeliest, whole_logits
 from soloist.models.memory import check_fits
-from soloist.models.weights import Part, WeightSource
+from soloist.models.weights import Part, WeightSource, columns, kv_rows, rows, token_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,19 +118,24 @@ class GroupedQueryAttention:
         D, K = config.hidden_size, config.head_dim
         H, G = config.num_attention_heads, config.num_key_value_heads
         at = f"{layer}self_attn."
-        self.num_heads, self.num_kv_heads, self.eps = H, G, config.rms_norm_eps
+        # Heads of this rank.
+        self.num_heads, self.num_kv_heads = weights.group.share(H), weights.group.share(G)
+        self.eps, self.group = config.rms_norm_eps, weights.group
         self.norm = weights.tensor(Part(name=f"{layer}input_layernorm.weight", shape=(D,)))
-        rows = {"q_proj": H * K, "k_proj": G * K, "v_proj": G * K}
-        self.qkv_proj = weights.linear(*(Part(name=f"{at}{name}.weight", shape=(n, D)) for name, n in rows.items()))
+        splits = {"q_proj": (H * K, rows(H)), "k_proj": (G * K, kv_rows(G)), "v_proj": (G * K, kv_rows(G))}
+        self.qkv_proj = weights.linear(
+            *(Part(name=f"{at}{name}.weight", shape=(n, D), split=split) for name, (n, split) in splits.items())
+        )
         self.qkv_bias = None
         if has_qkv_bias:
             # Not `cat`: on the meta device it would import PyTorch's compiler, which takes seconds.
-            self.qkv_bias = torch.empty((H + 2 * G) * K, dtype=weights.dtype, device=weights.device)  # ((H+2G)*K)
-            for (name, n), bias in zip(rows.items(), self.qkv_bias.split(list(rows.values())), strict=True):
-                bias.copy_(weights.tensor(Part(name=f"{at}{name}.bias", shape=(n,)), init="bias"))
+            sizes = [self.num_heads * K, self.num_kv_heads * K, self.num_kv_heads * K]
+            self.qkv_bias = torch.empty(sum(sizes), dtype=weights.dtype, device=weights.device)  # ((H+2G)*K)
+            for (name, (n, split)), bias in zip(splits.items(), self.qkv_bias.split(sizes), strict=True):
+                bias.copy_(weights.tensor(Part(name=f"{at}{name}.bias", shape=(n,), split=split), init="bias"))
         self.q_norm = weights.tensor(Part(name=f"{at}q_norm.weight", shape=(K,))) if has_qk_norm else None
         self.k_norm = weights.tensor(Part(name=f"{at}k_norm.weight", shape=(K,))) if has_qk_norm else None
-        self.o_proj = weights.linear(Part(name=f"{at}o_proj.weight", shape=(D, H * K)))
+        self.o_proj = weights.linear(Part(name=f"{at}o_proj.weight", shape=(D, H * K), split=columns(H)))
 
     def __call__(
         self,
@@ -155,7 +160,7 @@ class GroupedQueryAttention:
             k_norm=self.k_norm,
             eps=self.eps,
         )  # (T, H*K)
-        return linear_residual(heads, self.o_proj, x)
+        return linear_all_reduce(heads, self.o_proj, x, self.group)
 
 
 class DenseCausalLM(CausalLM):
@@ -167,16 +172,16 @@ class DenseCausalLM(CausalLM):
 
     def __init__(self, config: DenseConfig, weights: WeightSource) -> None:
         self.config = config
-        self.dtype, self.device = weights.dtype, weights.device
+        self.dtype, self.device, self.group = weights.dtype, weights.device, weights.group
         N, D = config.vocab_size, config.hidden_size
-        table = Part(name="model.embed_tokens.weight", shape=(N, D))
+        table = Part(name="model.embed_tokens.weight", shape=(N, D), split=token_rows(N))
         self.embed_tokens = weights.embedding(table)
         self.layers = [self._make_layer(weights, layer) for layer in range(config.num_hidden_layers)]
         self.norm = weights.tensor(Part(name="model.norm.weight", shape=(D,)))
         if config.tie_word_embeddings:
             self.lm_head = weights.tied_head(table, self.embed_tokens)
         else:
-            self.lm_head = weights.linear(Part(name="lm_head.weight", shape=(N, D)))
+            self.lm_head = weights.linear(Part(name="lm_head.weight", shape=(N, D), split=token_rows(N)))
         self.rotary = make_rotary_table(
             config.head_dim,
             config.rope_theta,
@@ -205,7 +210,8 @@ class DenseCausalLM(CausalLM):
             raise ContextLengthError(
                 f"a context of {max_context_len} tokens is asked for; the model has {config.max_position_embeddings}"
             )
-        shape = (config.num_hidden_layers, config.num_key_value_heads, max_context_len, config.head_dim)
+        num_kv_heads = self.group.share(config.num_key_value_heads)
+        shape = (config.num_hidden_layers, num_kv_heads, max_context_len, config.head_dim)
         num_bytes = 2 * torch.Size(shape).numel() * self.dtype.itemsize
         check_fits(num_bytes, self.device, f"a context of {max_context_len} tokens")
         k, v = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2))  # (L, G, S, K) each
@@ -221,7 +227,7 @@ class DenseCausalLM(CausalLM):
         capture: HiddenCapture | None = None,
     ) -> torch.Tensor:
         assert cache.kv is not None
-        x = F.embedding(input_ids, self.embed_tokens)  # (T, D)
+        x = embed(input_ids, self.embed_tokens, self.group)  # (T, D)
         if capture is not None:
             capture.keep(-1, x)
         layers = zip(self.layers, cache.kv.k.unbind(), cache.kv.v.unbind(), strict=True)
@@ -236,7 +242,8 @@ class DenseCausalLM(CausalLM):
         return rms_norm(hidden, self.norm, self.config.rms_norm_eps)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return norm_linear(hidden, self.norm, self.config.rms_norm_eps, self.lm_head, out_dtype=torch.float32)
+        logits = norm_linear(hidden, self.norm, self.config.rms_norm_eps, self.lm_head, out_dtype=torch.float32)
+        return whole_logits(logits, self.config.vocab_size, self.group)
 
     def pick_likeliest(self, hidden: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return norm_argmax(hidden, self.norm, self.config.rms_norm_eps, self.lm_head, num_tokens)
+        return pick_likeliest(hidden, self.norm, self.config.rms_norm_eps, self.lm_head, num_tokens, self.group)

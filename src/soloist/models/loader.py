@@ -8,14 +8,15 @@ import hashlib
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from soloist.errors import CheckpointError, UnsupportedError, UsageError
+from soloist.kernels.allreduce import ALONE, TensorParallel
 from soloist.kernels.linear import (
     INT4_GROUP,
     INT4_ROWS,
@@ -28,7 +29,7 @@ from soloist.kernels.linear import (
 from soloist.models.causal_lm import CausalLM, ModelConfig
 from soloist.models.memory import check_fits
 from soloist.models.safetensors import SafetensorsFolder
-from soloist.models.weights import Init, LoadReport, Part, RecordingSource, Weight, WeightSource
+from soloist.models.weights import Init, LoadReport, Part, RecordingSource, Split, Weight, WeightSource
 
 # Called with the bytes that were read so far, and the bytes there are.
 Progress = Callable[[int, int], None]
@@ -41,6 +42,8 @@ DENSE_DTYPES: dict[torch.dtype, WeightsDtype] = {
 PACKED_BYTES_PER_VALUE: dict[PackedKind, float] = {"fp16": 2, "int8": 1, "int4": 0.5 + 4 / INT4_GROUP}
 # How a CPU with bf16 activations holds maps that are not 4-bit in their file.
 DEFAULT_PACKING: PackedKind | None = "fp16"
+# Ranks that may share a model.
+NUM_RANKS = (1, 2, 4, 8)
 # Names shown when many tensors are wrong.
 MAX_NAMES_SHOWN = 10
 # Standard deviation of random linear maps and embeddings.
@@ -59,15 +62,20 @@ class Placement:
     # Whether maps that are 4-bit in their file are held as int4 whatever `packing` is: the same integers, scales and
     # minima rounded to `dtype`.
     keeps_four_bits: bool = False
+    # The rank that holds them.
+    group: TensorParallel = ALONE
 
 
-def choose_placement(device: torch.device, dtype: torch.dtype, weights_dtype: WeightsDtype | None) -> Placement:
+def choose_placement(
+    device: torch.device, dtype: torch.dtype, weights_dtype: WeightsDtype | None, group: TensorParallel = ALONE
+) -> Placement:
     """Decide how linear maps are held.
 
     Args:
         device: where the model runs.
         dtype: of its activations.
         weights_dtype: what was asked for; None: the default of `load_model`.
+        group: the rank that holds them.
 
     Raises:
         UsageError: a device that is not there, or a dtype that no operator takes.
@@ -80,11 +88,12 @@ def choose_placement(device: torch.device, dtype: torch.dtype, weights_dtype: We
         raise UsageError(f"dtype is {dtype}; it can be {', '.join(map(str, DENSE_DTYPES))}")
     can_pack = device.type == "cpu" and dtype == torch.bfloat16
     if weights_dtype == DENSE_DTYPES[dtype] or (weights_dtype is None and not can_pack):
-        return Placement(device=device, dtype=dtype)
+        return Placement(device=device, dtype=dtype, group=group)
     if weights_dtype is None:
-        return Placement(device=device, dtype=dtype, packing=DEFAULT_PACKING, keeps_four_bits=True)
+        return Placement(device=device, dtype=dtype, packing=DEFAULT_PACKING, keeps_four_bits=True, group=group)
     if can_pack and weights_dtype in PACKED_BYTES_PER_VALUE:
-        return Placement(device=device, dtype=dtype, packing=weights_dtype, keeps_four_bits=weights_dtype == "int4")
+        is_int4 = weights_dtype == "int4"
+        return Placement(device=device, dtype=dtype, packing=weights_dtype, keeps_four_bits=is_int4, group=group)
     allowed = [DENSE_DTYPES[dtype], *(PACKED_BYTES_PER_VALUE if can_pack else ())]
     raise UnsupportedError(
         f"weights_dtype is {weights_dtype!r}; with activations in {DENSE_DTYPES[dtype]} on {device.type} it can be"
@@ -103,6 +112,7 @@ class LoadingSource(WeightSource):
 
     def __init__(self, placement: Placement, num_file_bytes: int = 0, progress: Progress | None = None) -> None:
         self.device, self.dtype, self.packing = placement.device, placement.dtype, placement.packing
+        self.group = placement.group
         self._num_file_bytes, self._num_read_bytes, self._progress = num_file_bytes, 0, progress
         self._bytes_by_format: Counter[str] = Counter()
         self._packing_error: dict[str, float] = {}
@@ -110,7 +120,7 @@ class LoadingSource(WeightSource):
 
     @abstractmethod
     def _fill(self, part: Part, destination: torch.Tensor, init: Init) -> int:
-        """Write a part into `destination`, which has its shape and is contiguous; give the bytes that were read."""
+        """Write what this rank holds of a part into `destination`, contiguous; give the bytes that were read."""
 
     def report(self) -> LoadReport:
         """Say what was loaded since the source was made."""
@@ -127,9 +137,10 @@ class LoadingSource(WeightSource):
 
     def _stack(self, parts: tuple[Part, ...], dtype: torch.dtype, init: Init = "normal") -> torch.Tensor:
         """Read parts one below the other: (sum of rows, ...)."""
-        rows = [part.shape[0] for part in parts]
-        stacked = torch.empty((sum(rows), *parts[0].shape[1:]), dtype=dtype, device=self.device)
-        for part, destination in zip(parts, stacked.split(rows), strict=True):
+        shapes = [part.held_shape(self.group) for part in parts]
+        num_rows = [shape[0] for shape in shapes]
+        stacked = torch.empty((sum(num_rows), *shapes[0][1:]), dtype=dtype, device=self.device)
+        for part, destination in zip(parts, stacked.split(num_rows), strict=True):
             self._advance(self._fill(part, destination, init))
         return stacked
 
@@ -145,7 +156,7 @@ class LoadingSource(WeightSource):
         return packed
 
     def linear(self, *parts: Part) -> Weight:
-        if self.packing is None or not can_pack(self.packing, *stacked_shape(parts)):
+        if self.packing is None or not can_pack(self.packing, *stacked_shape(parts, self.group)):
             return self._count_dense(self._stack(parts, self.dtype))
         weight = self._stack(parts, torch.float32)
         packed = pack_weight(weight, self.packing, activation_dtype=self.dtype)
@@ -156,7 +167,7 @@ class LoadingSource(WeightSource):
         return self._count_dense(self._stack((part,), self.dtype))
 
     def tied_head(self, part: Part, embedding: torch.Tensor) -> Weight:
-        if self.packing is None or not can_pack(self.packing, *stacked_shape((part,))):
+        if self.packing is None or not can_pack(self.packing, *stacked_shape((part,), self.group)):
             return embedding
         # Read once more, because the embedding is already rounded.
         return self.linear(part)
@@ -165,19 +176,21 @@ class LoadingSource(WeightSource):
         return self._count_dense(self._stack((part,), dtype or self.dtype, init))
 
     def experts(self, *parts: Part, num_experts: int) -> torch.Tensor:
-        rows = [part.shape[0] for part in parts]
-        shape = (num_experts, sum(rows), *parts[0].shape[1:])
+        shapes = [part.held_shape(self.group) for part in parts]
+        num_rows = [shape[0] for shape in shapes]
+        shape = (num_experts, sum(num_rows), *shapes[0][1:])
         stacked = torch.empty(shape, dtype=self.dtype, device=self.device)  # (E, rows, I)
         for expert in range(num_experts):
-            for part, destination in zip(parts, stacked[expert].split(rows), strict=True):
-                one = Part(name=part.name.format(e=expert), shape=part.shape)
+            for part, destination in zip(parts, stacked[expert].split(num_rows), strict=True):
+                one = replace(part, name=part.name.format(e=expert))
                 self._advance(self._fill(one, destination, "normal"))
         return self._count_dense(stacked)
 
 
-def stacked_shape(parts: tuple[Part, ...]) -> tuple[int, int]:
-    """Give the outputs and inputs of linear maps stacked in one weight."""
-    return sum(part.shape[0] for part in parts), parts[0].shape[1]
+def stacked_shape(parts: tuple[Part, ...], group: TensorParallel = ALONE) -> tuple[int, int]:
+    """Give the outputs and inputs of linear maps stacked in one weight, as a rank holds it."""
+    shapes = [part.held_shape(group) for part in parts]
+    return sum(shape[0] for shape in shapes), shapes[0][1]
 
 
 def sampled_rows(num_rows: int) -> torch.Tensor:
@@ -198,7 +211,16 @@ class RandomSource(LoadingSource):
         self._generator = torch.Generator(placement.device)
 
     def _fill(self, part: Part, destination: torch.Tensor, init: Init) -> int:
-        digest = hashlib.blake2b(f"{self._seed}:{part.name}".encode(), digest_size=8).digest()
+        if part.split is not None and self.group.size > 1:
+            # Drawn whole, so that every number of ranks has the same model.
+            whole = torch.empty(part.shape, dtype=destination.dtype, device=self.device)
+            self._draw(part.name, whole, init)
+            return part.copy_held(whole, destination, self.group)
+        self._draw(part.name, destination, init)
+        return destination.numel() * destination.element_size()
+
+    def _draw(self, name: str, destination: torch.Tensor, init: Init) -> None:
+        digest = hashlib.blake2b(f"{self._seed}:{name}".encode(), digest_size=8).digest()
         self._generator.manual_seed(int.from_bytes(digest, "little", signed=True))
         if init == "normal":
             destination.normal_(0.0, RANDOM_STD, generator=self._generator)
@@ -208,7 +230,6 @@ class RandomSource(LoadingSource):
             destination.uniform_(1.0, 16.0, generator=self._generator).log_()
         else:
             destination.zero_()
-        return destination.numel() * destination.element_size()
 
 
 class SafetensorsSource(LoadingSource):
@@ -222,8 +243,7 @@ class SafetensorsSource(LoadingSource):
         stored = self._folder.read(part.name)
         if not stored.is_floating_point():
             raise CheckpointError(f"{part.name} holds {stored.dtype}, expected floating-point weights")
-        destination.copy_(stored)
-        return stored.numel() * stored.element_size()
+        return part.copy_held(stored, destination, self.group)
 
 
 def check_tensors(
@@ -283,6 +303,34 @@ def _describe(kind: str, names: list[str]) -> str:
     return f"{len(names)} {kind}: {shown}{rest}"
 
 
+def check_num_ranks(model_class: type[CausalLM], config: ModelConfig, num_ranks: int) -> None:
+    """Refuse a number of ranks that cannot share a model.
+
+    Raises:
+        UnsupportedError: heads or widths do not divide; the message names what does.
+    """
+    if num_ranks == 1:
+        return
+    asked = RecordingSource()
+    model_class(config, asked)
+    refuse_num_ranks(asked.splits, num_ranks, f"this {model_class.architecture}")
+
+
+def refuse_num_ranks(splits: Iterable[Split], num_ranks: int, what: str) -> None:
+    """Refuse a number of ranks that some split does not allow.
+
+    Raises:
+        UnsupportedError: the message names the numbers that all splits allow.
+    """
+    bad = sorted({split.num_blocks for split in splits if not split.allows(num_ranks)})
+    if bad:
+        allowed = [str(n) for n in NUM_RANKS if all(split.allows(n) for split in splits)]
+        raise UnsupportedError(
+            f"tensor_parallel_size is {num_ranks}; {what} has heads or widths of {', '.join(map(str, bad))}, which"
+            f" {num_ranks} ranks cannot share: allowed are {', '.join(allowed)}"
+        )
+
+
 def check_weights_fit(asked: RecordingSource, placement: Placement) -> None:
     """Refuse weights that cannot fit, before anything is allocated.
 
@@ -290,9 +338,9 @@ def check_weights_fit(asked: RecordingSource, placement: Placement) -> None:
         DoesNotFitError: the device has less free memory than the weights take at least.
     """
     num_bytes = 0.0
-    for name, shape in asked.shapes.items():
+    for name, num_held in asked.num_held.items():
         bytes_per_value: float = asked.dtypes[name].itemsize
         if placement.packing is not None and name in asked.packable:
             bytes_per_value = min(PACKED_BYTES_PER_VALUE["int4"], PACKED_BYTES_PER_VALUE[placement.packing])
-        num_bytes += torch.Size(shape).numel() * bytes_per_value
+        num_bytes += num_held * bytes_per_value
     check_fits(num_bytes, placement.device, "the model")

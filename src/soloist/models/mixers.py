@@ -9,19 +9,22 @@ from dataclasses import dataclass
 
 import torch
 
+from soloist.kernels.allreduce import TensorParallel, linear_all_reduce
 from soloist.kernels.kda import kda_chunk, kda_step, kda_verify
-from soloist.kernels.linear import linear, linear_residual, norm_linear
+from soloist.kernels.linear import linear, norm_linear
 from soloist.kernels.mla import mla_attention
 from soloist.kernels.rotary import RotaryTable
 from soloist.models.cache import LatentCache, RecurrentState, StepKind
 from soloist.models.memory import check_fits
-from soloist.models.weights import Part, WeightSource
+from soloist.models.weights import Part, WeightSource, columns, rows
 
 # Inputs a short convolution sees: its own and the three before.
 CONV_SIZE = 4
 # The norms of the compressed query and of the latent. The publishers' code of Ling-3.0 and of Kimi-Linear passes no eps
 # to them, so both use that class's default, whatever `rms_norm_eps` says.
 LATENT_NORM_EPS = 1e-6
+# Names of the f and g projections of KDA: full matrices, and the first halves of low-rank ones.
+_GATES = {False: ("f_proj", "g_proj"), True: ("f_a_proj", "g_a_proj")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,30 +58,38 @@ class KimiDeltaAttention:
     def __init__(self, weights: WeightSource, layer: str, module: str, settings: KDASettings) -> None:
         at = layer + module
         D, H, K = settings.hidden_size, settings.num_heads, settings.head_dim
-        self.settings = settings
+        self.settings, self.group = settings, weights.group
+        # Heads of this rank.
+        self.num_heads = h = weights.group.share(H)
         self.norm = weights.tensor(Part(name=f"{layer}input_layernorm.weight", shape=(D,)))
 
+        heads = rows(H)
         low_rank = settings.gate_rank is not None
-        f, g = ("f_a_proj", "g_a_proj") if low_rank else ("f_proj", "g_proj")
-        gate_rows = settings.gate_rank or H * K
-        rows = {"q_proj": H * K, "k_proj": H * K, "v_proj": H * K, f: gate_rows, g: gate_rows, "b_proj": H}
+        gate_rows, gate_split = settings.gate_rank or H * K, None if low_rank else heads
+        f, g = (Part(name=f"{at}{n}.weight", shape=(gate_rows, D), split=gate_split) for n in _GATES[low_rank])
+        q, k, v = (Part(name=f"{at}{n}_proj.weight", shape=(H * K, D), split=heads) for n in "qkv")
+        b = Part(name=f"{at}b_proj.weight", shape=(H, D), split=heads)
         # One read of x for everything: rows [q k v f g b].
-        self.in_proj = weights.linear(*(Part(name=f"{at}{name}.weight", shape=(n, D)) for name, n in rows.items()))
-        self.in_sizes = [3 * H * K, gate_rows, gate_rows, H]
+        self.in_proj = weights.linear(q, k, v, f, g, b)
+        gate_size = f.held_shape(weights.group)[0]
+        self.in_sizes = [3 * h * K, gate_size, gate_size, h]
         self.f_b_proj, self.g_b_proj = None, None
         if low_rank:
-            self.f_b_proj = weights.linear(Part(name=f"{at}f_b_proj.weight", shape=(H * K, gate_rows)))
-            self.g_b_proj = weights.linear(Part(name=f"{at}g_b_proj.weight", shape=(H * K, gate_rows)))
+            f_b, g_b = (Part(name=f"{at}{n}_b_proj.weight", shape=(H * K, gate_rows), split=heads) for n in "fg")
+            self.f_b_proj, self.g_b_proj = weights.linear(f_b), weights.linear(g_b)
 
-        self.conv = torch.empty(3 * H * K, CONV_SIZE, dtype=weights.dtype, device=weights.device)  # (C, 4)
+        self.conv = torch.empty(3 * h * K, CONV_SIZE, dtype=weights.dtype, device=weights.device)  # (C, 4)
         for name, channels in zip("qkv", self.conv.chunk(3), strict=True):
-            taps = weights.tensor(Part(name=f"{at}{name}_conv1d.weight", shape=(H * K, 1, CONV_SIZE)), init="normal")
-            channels.copy_(taps.view(H * K, CONV_SIZE))
+            conv = Part(name=f"{at}{name}_conv1d.weight", shape=(H * K, 1, CONV_SIZE), split=heads)
+            channels.copy_(weights.tensor(conv, init="normal").view(h * K, CONV_SIZE))
         a_log = Part(name=f"{at}A_log", shape=settings.a_log_shape)
-        self.A_log = weights.tensor(a_log, dtype=torch.float32, init="decay").view(H)
-        self.dt_bias = weights.tensor(Part(name=f"{at}dt_bias", shape=(H * K,)), dtype=torch.float32, init="bias")
+        # Read whole, because its heads are on another axis in every architecture.
+        all_a_log = weights.tensor(a_log, dtype=torch.float32, init="decay").view(H)
+        self.A_log = all_a_log[weights.group.rank * h :][:h]
+        dt_bias = Part(name=f"{at}dt_bias", shape=(H * K,), split=heads)
+        self.dt_bias = weights.tensor(dt_bias, dtype=torch.float32, init="bias")
         self.o_norm = weights.tensor(Part(name=f"{at}o_norm.weight", shape=(K,)))
-        self.o_proj = weights.linear(Part(name=f"{at}o_proj.weight", shape=(D, H * K)))
+        self.o_proj = weights.linear(Part(name=f"{at}o_proj.weight", shape=(D, H * K), split=columns(H)))
 
     def __call__(
         self, x: torch.Tensor, recurrent: RecurrentState, index: int, kind: StepKind, width: torch.Tensor | None
@@ -102,7 +113,7 @@ class KimiDeltaAttention:
             f, gate = linear(f, self.f_b_proj), linear(gate, self.g_b_proj)  # (T, H*K), (T, H*V)
         inputs = (qkv, f, gate, b, self.conv, self.A_log, self.dt_bias, self.o_norm, s.eps)
         state, conv = recurrent.state[index], recurrent.conv[index]  # (H, V, K), (3, C)
-        heads, bound = s.num_heads, s.lower_bound
+        heads, bound = self.num_heads, s.lower_bound
         if kind is StepKind.VERIFY:
             r = recurrent
             kept = (t[index] for t in (r.verify_k, r.verify_u, r.verify_g, r.verify_conv))
@@ -111,13 +122,19 @@ class KimiDeltaAttention:
             out = kda_step(*inputs, state, conv, num_heads=heads, lower_bound=bound, width=width)
         else:
             out = kda_chunk(*inputs, state, conv, num_heads=heads, lower_bound=bound)
-        return linear_residual(out, self.o_proj, x)
+        return linear_all_reduce(out, self.o_proj, x, self.group)
 
 
 def make_recurrent_state(
-    num_layers: int, settings: KDASettings, max_width: int, *, dtype: torch.dtype, device: torch.device
+    num_layers: int,
+    settings: KDASettings,
+    max_width: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: TensorParallel,
 ) -> RecurrentState:
-    """Allocate the empty state of `num_layers` KDA layers.
+    """Allocate the empty state of `num_layers` KDA layers, of the heads of one rank.
 
     Args:
         num_layers: KDA layers of the model.
@@ -125,8 +142,9 @@ def make_recurrent_state(
         max_width: most rows of one verify step.
         dtype: of the convolutions' inputs, the model's; everything else is fp32.
         device: where.
+        group: the rank.
     """
-    L, H, K = num_layers, settings.num_heads, settings.head_dim
+    L, H, K = num_layers, group.share(settings.num_heads), settings.head_dim
     V, C = K, 3 * H * K
     return RecurrentState(
         state=torch.zeros(L, H, V, K, dtype=torch.float32, device=device),
@@ -175,25 +193,31 @@ class LatentAttention:
         D, H, R = s.hidden_size, s.num_heads, s.kv_lora_rank
         q_rows = H * (s.qk_nope_head_dim + s.qk_rope_head_dim)
         kv_rows = R + s.qk_rope_head_dim
-        self.settings = s
+        self.settings, self.group = s, weights.group
+        # Heads of this rank; the latent, which all heads share, is whole on every rank.
+        self.num_heads, heads = weights.group.share(H), rows(H)
         self.norm = weights.tensor(Part(name=f"{layer}input_layernorm.weight", shape=(D,)))
 
-        rows = {"q_proj": q_rows} if s.q_lora_rank is None else {"q_a_proj": s.q_lora_rank}
-        rows["kv_a_proj_with_mqa"] = kv_rows
+        parts = [Part(name=f"{at}q_proj.weight", shape=(q_rows, D), split=heads)]
+        if s.q_lora_rank is not None:
+            parts = [Part(name=f"{at}q_a_proj.weight", shape=(s.q_lora_rank, D))]
+        parts.append(Part(name=f"{at}kv_a_proj_with_mqa.weight", shape=(kv_rows, D)))
         if s.has_head_gate:
-            rows["g_proj"] = H
+            parts.append(Part(name=f"{at}g_proj.weight", shape=(H, D), split=heads))
         # One read of x for everything: rows [q kv_a gate], or [q_a kv_a gate].
-        self.in_proj = weights.linear(*(Part(name=f"{at}{name}.weight", shape=(n, D)) for name, n in rows.items()))
-        self.in_sizes = list(rows.values())
+        self.in_proj = weights.linear(*parts)
+        self.in_sizes = [part.held_shape(weights.group)[0] for part in parts]
         self.q_a_norm, self.q_b_proj = None, None
         if s.q_lora_rank is not None:
             self.q_a_norm = weights.tensor(Part(name=f"{at}q_a_layernorm.weight", shape=(s.q_lora_rank,)))
-            self.q_b_proj = weights.linear(Part(name=f"{at}q_b_proj.weight", shape=(q_rows, s.q_lora_rank)))
+            q_b = Part(name=f"{at}q_b_proj.weight", shape=(q_rows, s.q_lora_rank), split=heads)
+            self.q_b_proj = weights.linear(q_b)
         self.kv_a_norm = weights.tensor(Part(name=f"{at}kv_a_layernorm.weight", shape=(R,)))
         # Never packed: the absorbed form reads its key rows and its value rows apart, per head.
-        kv_b = Part(name=f"{at}kv_b_proj.weight", shape=(H * (s.qk_nope_head_dim + s.v_head_dim), R))
+        kv_b = Part(name=f"{at}kv_b_proj.weight", shape=(H * (s.qk_nope_head_dim + s.v_head_dim), R), split=heads)
         self.kv_b_proj = weights.tensor(kv_b, init="normal")
-        self.o_proj = weights.linear(Part(name=f"{at}{s.o_proj}.weight", shape=(D, H * s.v_head_dim)))
+        out = Part(name=f"{at}{s.o_proj}.weight", shape=(D, H * s.v_head_dim), split=columns(H))
+        self.o_proj = weights.linear(out)
 
     def __call__(
         self, x: torch.Tensor, latent: LatentCache, index: int, context_len: torch.Tensor, rotary: RotaryTable | None
@@ -226,11 +250,11 @@ class LatentAttention:
             context_len,
             None if rotary is None else rotary.cos,
             None if rotary is None else rotary.sin,
-            num_heads=s.num_heads,
+            num_heads=self.num_heads,
             v_head_dim=s.v_head_dim,
             scale=s.scale,
         )  # (T, H*V)
-        return linear_residual(out, self.o_proj, x)
+        return linear_all_reduce(out, self.o_proj, x, self.group)
 
 
 def make_latent_cache(
