@@ -57,7 +57,7 @@ def append_context(
     k_cache[l, :, context_len + t] = rotary(norm(k[t, l])) at position context_len + t;  v_cache likewise, as it is
 
     Args:
-        kv: (T, L * 2 * G * K), for each layer [k v]. On a GPU K is a power of two, at least 16.
+        kv: (T, L * 2 * G * K), for each layer [k v]. On a GPU K is a power of two, at least 32.
         k_norm: (L, K) weights of the RMS norm of each key head.
         eps: of that norm.
         k_cache: (L, G, S, K); rows context_len..context_len+T-1 are written in place.
@@ -137,7 +137,7 @@ def draft_attention(
     out[t, h] = sum_s softmax_s(q[t, h] . k[s, g] / sqrt(K)) v[s, g], s < context_len + T, g = h // (H / G)
 
     Args:
-        qkv: (T, (H + 2 G) * K), rows [q k v]. On a GPU K is a power of two, at least 16.
+        qkv: (T, (H + 2 G) * K), rows [q k v]. On a GPU K is a power of two, at least 32.
         k_cache: (G, S, K), keys of the context after rotary. Rows context_len..context_len+T-1 are written in place;
             later ones are never read.
         v_cache: (G, S, K), likewise.

@@ -18,6 +18,8 @@ from soloist.kernels.launch import IS_INTERPRETED, let_consumers_start, pdl_opti
 
 # Smallest tile of a tensor-core product.
 MIN_TILE = 16
+# Each half of a head is the inner size of a product.
+MIN_HEAD_SIZE = 2 * MIN_TILE
 # Context rows a program takes at once, and programs that shall be there to read them: two for each of 132 processors.
 # Not tuned yet.
 BLOCK_S = 64
@@ -195,8 +197,8 @@ def combine_kernel(
 
 
 def _check_head_size(K: int) -> None:
-    assert K >= MIN_TILE and triton.next_power_of_2(K) == K, (
-        f"heads of size {K}: the kernels take powers of two from 16"
+    assert K >= MIN_HEAD_SIZE and triton.next_power_of_2(K) == K, (
+        f"heads of size {K}: the kernels take powers of two from {MIN_HEAD_SIZE}"
     )
 
 
