@@ -59,3 +59,8 @@ def model_dirs() -> tuple[Path, ...]:
 def is_offline() -> bool:
     """Say whether the network must not be used."""
     return Environment.read().offline
+
+
+def disable_multicast() -> None:
+    """Keep NCCL and PyTorch from setting up NVLink multicast; called before either connects this process to others."""
+    os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}

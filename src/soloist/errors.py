@@ -37,3 +37,7 @@ class DoesNotFitError(SoloistError):
 
 class NumericsError(SoloistError):
     """A forward pass produced values that are not finite."""
+
+
+class RankLostError(SoloistError):
+    """One of the processes that share a model did not come to an exchange in time."""
