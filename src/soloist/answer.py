@@ -11,7 +11,7 @@ While an answer streams, a token is given out together with the last character o
 what may still be cut off. How tokens are grouped into steps makes no difference to any of this.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -86,11 +86,18 @@ class AnswerText:
         return tail + self._matcher.flush(), match
 
     @property
+    def num_chars(self) -> int:
+        """Characters of the text given so far."""
+        return self._num_unsearched + self._matcher.num_chars
+
+    @property
     def num_complete(self) -> int:
         """Tokens that the text given so far took."""
-        if self._detokenizer is None:
-            return self._num_pushed
-        return self._detokenizer.num_tokens_at(self._num_unsearched + self._matcher.num_chars)
+        return self.num_tokens_at(self.num_chars)
+
+    def num_tokens_at(self, num_chars: int) -> int:
+        """Count the tokens that the first `num_chars` characters took; without text, all tokens."""
+        return self._num_pushed if self._detokenizer is None else self._detokenizer.num_tokens_at(num_chars)
 
 
 class Stream:
@@ -98,10 +105,23 @@ class Stream:
 
     Iterating raises `NumericsError` where the model's output is not finite, and `UsageError` while the model is
     answering another request.
+
+    Args:
+        generation: of the token ids.
+        tokenizer: None: there is no text.
+        params: of the request.
+        find_end: given the text piece by piece, says how much of a piece belongs to the answer once that has ended.
     """
 
-    def __init__(self, generation: Generation, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        tokenizer: Tokenizer | None,
+        params: SamplingParams,
+        find_end: Callable[[str], int | None] = lambda text: None,
+    ) -> None:
         self._generation = generation
+        self._find_end = find_end
         self._text = AnswerText(tokenizer, params.stop_strings, params.min_tokens)
         # What the model has said, and how much of it the client was given.
         self._token_ids: list[int] = []
@@ -129,6 +149,10 @@ class Stream:
         """End the answer at once and let the model go; from the thread that iterates."""
         self._generation.close()
 
+    def num_tokens_at(self, num_chars: int) -> int:
+        """Count the tokens that the first `num_chars` characters of the answer took."""
+        return self._text.num_tokens_at(num_chars)
+
     @property
     def stats(self) -> RequestStats:
         """What the answer took so far."""
@@ -152,18 +176,22 @@ class Stream:
     def _take(self, result: StepResult) -> Delta:
         reason, match = result.finish_reason, None
         stop_token = result.token_ids[-1] if reason == "stop" else None
-        pieces = []
+        pieces, end = [], None
         # A stop token is not text; nothing stands behind it.
         for token_id in result.token_ids if stop_token is None else result.token_ids[:-1]:
             text, match = self._text.push(token_id)
-            pieces.append(text)
-            if match is not None:
+            end = self._find_end(text)
+            pieces.append(text[:end])
+            if end is not None or match is not None:
                 break
-        if match is None and reason is not None:
+        if end is None and match is None and reason is not None:
             text, match = self._text.finish()
             pieces.append(text)
         self._token_ids += result.token_ids
         self._logprobs += result.logprobs
+        if end is not None:
+            num_chars = self._text.num_chars - len(text) + end
+            return self._end("".join(pieces), "stop", None, self._text.num_tokens_at(num_chars))
         if match is not None:
             return self._end("".join(pieces), "stop", match, self._text.num_complete)
         if reason is not None:

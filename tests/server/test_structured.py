@@ -135,7 +135,7 @@ def test_a_grammar_that_fails_costs_one_request(serve, tokenizer, monkeypatch):
         raise GrammarError("no way on")
 
     with monkeypatch.context() as patch:
-        patch.setattr("soloist.server.structured.JsonConstraint.allowed", fail)
+        patch.setattr("soloist.server.structured.GrammarConstraint.allowed", fail)
         response = client.post("/v1/chat/completions", ASK | form(SCHEMA))
         assert response.status == 500 and "no way on" in response.json["error"]["message"]
     assert said(client, **form(SCHEMA))["finish_reason"] == "stop"
@@ -153,7 +153,7 @@ def test_every_protocol_with_a_form_keeps_it(serve, tokenizer):
 def test_masks_agree_with_what_may_be_drafted(tokenizer):
     grammars = Grammars(tokenizer, tokenizer.num_tokens, (tokenizer.eos_id,))
     ids = tokenizer.encode('{"name": "ab", "n": 7}')
-    constraint = grammars.constraint(SCHEMA, opens_reasoning=False)
+    constraint = grammars.schema_constraint(SCHEMA, opens_reasoning=False)
     assert constraint.num_legal(ids) == len(ids)
     rows = constraint.allowed(ids)
     assert rows.shape == (len(ids) + 1, tokenizer.num_tokens)

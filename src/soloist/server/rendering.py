@@ -7,8 +7,9 @@ from typing import Any
 
 from soloist.errors import UsageError
 from soloist.llm import LLM
-from soloist.server.reply_text import TextSplitter
+from soloist.server.reply_text import FirstCallEnd, TextSplitter
 from soloist.server.tool_calls import ToolParser, parser_class
+from soloist.server.tool_grammar import CallRule, call_grammar, is_strict
 
 # Keys of messages that clients send back as they got them, and that say nothing to a model.
 _SILENT_KEYS = frozenset({"refusal", "annotations", "audio", "function_call", "id", "status"})
@@ -23,6 +24,7 @@ class Rendered:
     opens_reasoning: bool
     turn_ends: tuple[int, ...]
     template_s: float
+    rule: CallRule
     tools: Sequence[Mapping[str, Any]] = ()
     parser: type[ToolParser] | None = None
     # What of the request could not be followed, in words.
@@ -33,6 +35,26 @@ class Rendered:
         parser = None if self.parser is None else self.parser(self.tools)
         return TextSplitter(opens_reasoning=self.opens_reasoning, tool_parser=parser)
 
+    def call_end(self) -> FirstCallEnd | None:
+        """Make what finds the end of one answer behind its first call; None: it may have several."""
+        return FirstCallEnd(self.splitter()) if self.parser is not None and self.rule.is_single else None
+
+    def grammars(self, schema: dict[str, Any] | None) -> tuple[str | None, str | None]:
+        """Write the grammar of calls, and the part of it that is followed to the letter; None for what there is not.
+
+        Args:
+            schema: of the answer, where it is no call.
+
+        Raises:
+            UsageError: the rule names a function that is not among the tools.
+        """
+        if self.parser is None:
+            return None, None
+        strict = [tool for tool in self.tools if is_strict(tool)]
+        whole = call_grammar(self.parser, self.tools, self.rule, schema=schema, follows_reasoning=self.opens_reasoning)
+        letter = call_grammar(self.parser, strict, CallRule(is_required=True)) if strict else None
+        return whole, letter
+
 
 def render_chat(
     llm: LLM,
@@ -41,6 +63,7 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
     reasoning_effort: str | None = None,
+    rule: CallRule | None = None,
 ) -> Rendered:
     """Write the messages of a request down.
 
@@ -50,6 +73,7 @@ def render_chat(
         tools: functions, in OpenAI's form.
         template_kwargs: variables of the template.
         reasoning_effort: how much to think; what the template knows of it is set.
+        rule: what the request says of calls.
 
     Raises:
         UsageError: the model has no template, or the messages cannot be written down.
@@ -72,6 +96,7 @@ def render_chat(
         template_s=time.perf_counter() - begin_s,
         tools=tools or (),
         parser=parser,
+        rule=rule or CallRule(),
         warnings=warnings,
     )
 

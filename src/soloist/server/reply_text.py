@@ -71,12 +71,19 @@ class TextSplitter:
                 self._num_reasoning_chars = len(self._head)
             if any(not isinstance(piece, Reasoning) for piece in pieces):
                 if self._num_reasoning_chars:
-                    self._num_reasoning_chars = _reasoning_end(self._head)
+                    self._num_reasoning_chars = self._reasoning_end(self._head)
                 self._head = None
             elif self._num_reasoning_chars:
                 # Marks and white space behind it, as long as nothing else has come.
                 self._num_reasoning_chars = len(self._head)
         return pieces
+
+    def _reasoning_end(self, text: str) -> int:
+        """Give where the reasoning ends that text begins with: behind its mark, or where a call begins."""
+        before, mark, _ = text.partition(END_THINK)
+        if self._tools is not None and OPEN in before:
+            return before.index(OPEN)
+        return len(before) + len(mark)
 
     def _content(self, text: str) -> list[Piece]:
         if self._tools is not None:
@@ -108,12 +115,6 @@ class TextSplitter:
                 self._held = before[len(ready) :]
                 pieces += [Reasoning(ready)] if ready else []
         return pieces
-
-
-def _reasoning_end(text: str) -> int:
-    """Give where the reasoning ends that text begins with: behind its mark, or where a call begins."""
-    before, mark, _ = text.partition(END_THINK)
-    return len(before) + len(mark) if mark else len(text.partition(OPEN)[0])
 
 
 class FirstCallEnd:

@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,8 @@ from soloist.runtime.ring import TokenLogprob
 from soloist.sampling_params import SamplingParams
 from soloist.server.metrics import Metrics
 from soloist.server.queue import Job, NeverBegun, WorkQueue
+from soloist.server.rendering import Rendered
+from soloist.server.reply_text import Piece, SplitText, TextSplitter
 from soloist.server.settings import ServerSettings
 from soloist.server.structured import Grammars
 
@@ -54,6 +56,8 @@ class Ask:
     wants_progress: bool = False
     # Making the prompt of messages.
     template_s: float = 0.0
+    # Given the text piece by piece, says how much of a piece belongs to the answer once that has ended.
+    find_end: Callable[[str], int | None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +92,7 @@ class Reply:
         # Text tokens come at once; the first may be of a step that is still held back.
         self.num_tokens = 0
         self.delta: Delta | None = None
+        self._num_reasoning_chars = 0
         self._job: Job = service.queue.submit(self._work, stream.cancel, key=ask.key)
         self._is_over = False
 
@@ -136,9 +141,26 @@ class Reply:
                 answer.add(part)
         return answer
 
+    async def split(self, rendered: Rendered) -> tuple["Answer", SplitText]:
+        """Wait for the whole answer; its text is told apart as well."""
+        answer, splitter, pieces = Answer(), rendered.splitter(), list[Piece]()
+        async for part in self.parts():
+            if isinstance(part, Delta):
+                answer.add(part)
+                pieces += self.pieces(splitter, part)
+        return answer, SplitText.of(pieces)
+
     def cancel(self) -> None:
         """End the work within one step; the last part then says so."""
         self._job.cancel()
+
+    def pieces(self, splitter: TextSplitter, delta: Delta) -> list[Piece]:
+        """Tell the parts of a delta's text apart, and count what was reasoning."""
+        pieces = splitter.push(delta.text)
+        if delta.finish_reason is not None:
+            pieces += splitter.finish()
+        self._num_reasoning_chars = splitter.num_reasoning_chars
+        return pieces
 
     @property
     def is_complete(self) -> bool:
@@ -177,7 +199,14 @@ class Reply:
             "completion_tokens": num_answer,
             "total_tokens": stats.prompt_tokens + num_answer,
             "prompt_tokens_details": {"cached_tokens": stats.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
         }
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of the answer that were reasoning or its marks, as far as `pieces` has seen it."""
+        num_chars = self._num_reasoning_chars
+        return min(self._stream.num_tokens_at(num_chars), self.num_tokens) if num_chars else 0
 
     @property
     def timings(self) -> dict[str, Any]:
@@ -310,17 +339,24 @@ class Service:
             constraint=ask.constraint,
             prompt_logprobs=ask.prompt_logprobs,
         )
-        return Reply(self, ask, generation, Stream(generation, self.llm.tokenizer, ask.params))
+        find_end = {} if ask.find_end is None else {"find_end": ask.find_end}
+        return Reply(self, ask, generation, Stream(generation, self.llm.tokenizer, ask.params, **find_end))
 
     def constraint(
-        self, schema: dict[str, Any] | None, params: SamplingParams, *, opens_reasoning: bool = False
+        self, schema: dict[str, Any] | None, params: SamplingParams, rendered: Rendered | None = None
     ) -> Constraint | None:
-        """Make what holds one answer to a JSON schema; None for free text.
+        """Make what holds one answer to a JSON schema, or to what its request says of calls; None for free text.
+
+        Args:
+            schema: of the answer, where it is no call.
+            params: of the request.
+            rendered: the prompt of a chat; gets a warning for what of a tool's schema is not followed.
 
         Raises:
             SoloistError: the schema cannot be followed, or a parameter would break it.
         """
-        if schema is None:
+        calls, to_the_letter = (None, None) if rendered is None else rendered.grammars(schema)
+        if schema is None and calls is None:
             return None
         if self.llm.tokenizer is None:
             raise UsageError("a format needs text, and this model came without a tokenizer")
@@ -329,7 +365,18 @@ class Service:
         if self._grammars is None:
             engine = self.llm.engine
             self._grammars = Grammars(self.llm.tokenizer, engine.runner.buffers.num_tokens, engine.eos_token_ids)
-        return self._grammars.constraint(schema, opens_reasoning=opens_reasoning)
+        opens_reasoning = rendered is not None and rendered.opens_reasoning
+        if calls is None:
+            assert schema is not None
+            return self._grammars.schema_constraint(schema, opens_reasoning=opens_reasoning)
+        assert rendered is not None
+        # Reasoning is part of a grammar that allows any text.
+        is_free = schema is None and not rendered.rule.is_required
+        constraint = self._grammars.call_constraint(
+            calls, to_the_letter, opens_reasoning=opens_reasoning and not is_free
+        )
+        rendered.warnings.extend(w for w in constraint.warnings if w not in rendered.warnings)
+        return constraint
 
     async def warm_up(self) -> None:
         """Make one token, so that readiness means that tokens are made."""

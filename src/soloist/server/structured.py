@@ -87,7 +87,8 @@ class _Vocabulary:
     def __init__(self, tokenizer: Tokenizer, num_tokens: int, end_ids: list[int]) -> None:
         self._tokenizer = tokenizer
         # What a model writes as part of an answer is text to a grammar, however it is spelled.
-        special = tokenizer.special_ids - {tokenizer.token_id(text) for text in ANSWER_MARKS}
+        self._marks = tokenizer.special_ids & {tokenizer.token_id(text) for text in ANSWER_MARKS}
+        special = tokenizer.special_ids - self._marks
         # Special tokens get a name that no text can be, in the library's own marking.
         self.tokens = [
             b"\xff" + f"[{i}]".encode() if i in special else tokenizer.token_bytes(i) or b"\xff" + f"[{i}]".encode()
@@ -98,7 +99,19 @@ class _Vocabulary:
         self.eos_token_id = end_ids[0]
 
     def __call__(self, text: bytes | str) -> list[int]:
-        return self._tokenizer.encode(text if isinstance(text, str) else text.decode("utf-8", "replace"))
+        # Where only one text is possible the library allows only these tokens for it: those that the model would take.
+        ids: list[int] = []
+        plain = ""
+        for before, special_id in self._tokenizer.split_special(
+            text if isinstance(text, str) else text.decode("utf-8", "replace")
+        ):
+            plain += before
+            if special_id in self._marks:
+                ids += [*self._tokenizer.encode(plain), special_id]
+                plain = ""
+            elif special_id is not None:
+                plain += self._tokenizer.decode([special_id], show_special=True)
+        return ids + self._tokenizer.encode(plain)
 
 
 class GrammarConstraint:

@@ -13,7 +13,7 @@ from soloist.runtime.ring import TokenLogprob
 from soloist.sampling_params import SamplingParams
 from soloist.server.api.model_name import check_model
 from soloist.server.failures import failure_of
-from soloist.server.protocol.openai import ChatRequest, NamedTool
+from soloist.server.protocol.openai import ChatRequest
 from soloist.server.rendering import Rendered, render_chat
 from soloist.server.reply_text import Piece, Reasoning, SplitText
 from soloist.server.service import Ask, Progress, Reply, Service
@@ -49,11 +49,12 @@ def make_asks(service: Service, body: ChatRequest) -> tuple[list[Ask], Rendered]
         tools=tools,
         template_kwargs=body.chat_template_kwargs,
         reasoning_effort=body.reasoning_effort,
+        rule=body.call_rule,
     )
     params = _params(service, body)
     asks = []
     for i in range(body.n or 1):
-        constraint = service.constraint(body.schema_wanted, params, opens_reasoning=rendered.opens_reasoning)
+        constraint = service.constraint(body.schema_wanted, params, rendered)
         asks.append(
             Ask(
                 route="/v1/chat/completions",
@@ -61,6 +62,7 @@ def make_asks(service: Service, body: ChatRequest) -> tuple[list[Ask], Rendered]
                 params=params if params.seed is None else replace(params, seed=params.seed + i),
                 turn_ends=rendered.turn_ends,
                 constraint=constraint,
+                find_end=rendered.call_end(),
                 key=body.session_id if i == 0 else None,
                 wants_progress=bool(body.return_progress),
                 template_s=rendered.template_s,
@@ -87,12 +89,6 @@ def _callable_tools(body: ChatRequest) -> list[dict[str, Any]] | None:
         if body.tool_choice not in (None, "none", "auto"):
             raise UsageError("tool_choice asks for a call, but there are no tools")
         return None
-    if body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool):
-        raise UsageError(
-            "tool_choice: a call cannot be forced here; 'auto' leaves it to the model, 'none' hides the tools"
-        )
-    if body.parallel_tool_calls is False:
-        raise UsageError("parallel_tool_calls: false cannot be promised here; leave it out and take the first call")
     return [tool.model_dump(exclude_none=True) for tool in body.tools]
 
 
@@ -113,10 +109,7 @@ class _Chunks:
 
     def step(self, delta: Delta, completion_id: str, *, is_last_choice: bool) -> bytes:
         """Write the chunk of one step."""
-        pieces = self._splitter.push(delta.text)
-        if delta.finish_reason is not None:
-            pieces += self._splitter.finish()
-        message = self._message(pieces)
+        message = self._message(self._reply.pieces(self._splitter, delta))
         choice: dict[str, Any] = {
             "index": self._index,
             "delta": message,
@@ -226,9 +219,7 @@ async def _whole(service: Service, body: ChatRequest, rendered: Rendered, asks: 
         reply = service.ask(ask)
         if index == 0:
             completion_id = f"chatcmpl-{reply.id}"
-        answer = await reply.whole()
-        splitter = rendered.splitter()
-        split = SplitText.of([*splitter.push(answer.text), *splitter.finish()])
+        answer, split = await reply.split(rendered)
         choice: dict[str, Any] = {
             "index": index,
             "message": _message(split, reply),

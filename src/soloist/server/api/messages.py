@@ -13,7 +13,7 @@ from soloist.server.api.model_name import check_model
 from soloist.server.failures import failure_of
 from soloist.server.protocol.anthropic import CountRequest, MessagesRequest
 from soloist.server.rendering import Rendered, render_chat
-from soloist.server.reply_text import Piece, Reasoning, SplitText
+from soloist.server.reply_text import Piece, Reasoning
 from soloist.server.service import Ask, Reply, Service
 from soloist.server.stream import KEEP_ALIVE, EventStream, complete, event
 from soloist.server.tool_calls import CallArguments, CallBegin, Text
@@ -29,12 +29,14 @@ def message_routes(service: Service) -> APIRouter:
     async def messages(body: MessagesRequest, request: Request) -> Response:
         check_model(service, body.model)
         rendered = _render(service, body)
-        room = service.llm.max_context_len - len(rendered.ids)
+        params = body.sampling_params(service.settings.defaults, service.llm.max_context_len - len(rendered.ids))
         ask = Ask(
             route="/v1/messages",
             prompt_ids=rendered.ids,
-            params=body.sampling_params(service.settings.defaults, room),
+            params=params,
             turn_ends=rendered.turn_ends,
+            constraint=service.constraint(None, params, rendered),
+            find_end=rendered.call_end(),
             template_s=rendered.template_s,
         )
         reply = service.ask(ask)
@@ -62,6 +64,7 @@ def _render(service: Service, body: CountRequest) -> Rendered:
         body.openai_messages(strips_billing_line=service.settings.strips_billing_line),
         tools=body.functions,
         template_kwargs=kwargs,
+        rule=body.call_rule,
     )
 
 
@@ -146,10 +149,7 @@ async def _stream(service: Service, rendered: Rendered, reply: Reply) -> AsyncIt
                 is_begun = True
                 head = _head(service, reply) | {"content": [], "stop_reason": None, "stop_sequence": None}
                 yield event({"type": "message_start", "message": head | {"usage": _usage(reply, 0)}}, "message_start")
-            pieces = splitter.push(part.text)
-            if part.finish_reason is not None:
-                pieces += splitter.finish()
-            for data in blocks.write(pieces):
+            for data in blocks.write(reply.pieces(splitter, part)):
                 yield data
             if part.finish_reason is not None:
                 for data in blocks.close():
@@ -168,9 +168,7 @@ def _head(service: Service, reply: Reply) -> dict[str, Any]:
 
 
 async def _whole(service: Service, rendered: Rendered, reply: Reply) -> Response:
-    answer = await reply.whole()
-    splitter = rendered.splitter()
-    split = SplitText.of([*splitter.push(answer.text), *splitter.finish()])
+    answer, split = await reply.split(rendered)
     content: list[dict[str, Any]] = []
     if split.reasoning:
         content.append({"type": "thinking", "thinking": split.reasoning, "signature": ""})

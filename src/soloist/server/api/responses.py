@@ -37,6 +37,7 @@ def responses_routes(service: Service) -> APIRouter:
             tools=body.functions,
             template_kwargs=body.chat_template_kwargs,
             reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+            rule=body.call_rule,
         )
         for name in body.skipped_tools:
             rendered.warnings.append(f"the tool {name!r} is of a kind that cannot be called here; it was left out")
@@ -46,7 +47,8 @@ def responses_routes(service: Service) -> APIRouter:
             prompt_ids=rendered.ids,
             params=params,
             turn_ends=rendered.turn_ends,
-            constraint=service.constraint(body.schema_wanted, params, opens_reasoning=rendered.opens_reasoning),
+            constraint=service.constraint(body.schema_wanted, params, rendered),
+            find_end=rendered.call_end(),
             template_s=rendered.template_s,
         )
         reply = service.ask(ask)
@@ -77,10 +79,7 @@ class _Writer:
 
     def step(self, delta: Delta) -> Iterator[bytes]:
         """Write the events of one step."""
-        pieces = self._splitter.push(delta.text)
-        if delta.finish_reason is not None:
-            pieces += self._splitter.finish()
-        for piece in pieces:
+        for piece in self._reply.pieces(self._splitter, delta):
             yield from self._write(piece)
         if delta.finish_reason is not None:
             yield from self._close()
@@ -99,7 +98,7 @@ class _Writer:
             "incomplete_details": None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
             "temperature": self._reply.ask.params.temperature,
@@ -117,7 +116,7 @@ class _Writer:
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
         }
         extra = figures(self._reply, self._warnings)

@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field
 from soloist.errors import UsageError
 from soloist.sampling_params import SamplingParams
 from soloist.server.protocol.schema import Schema, no_effect
+from soloist.server.tool_grammar import CallRule
 
 # What coding agents put in front of every system prompt, with another value each time.
 BILLING_LINE = "x-anthropic-billing-header:"
@@ -36,6 +37,7 @@ class Tool(Schema):
     name: str
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class ToolChoice(Schema):
@@ -72,19 +74,36 @@ class CountRequest(Schema):
     @property
     def functions(self) -> list[dict[str, Any]] | None:
         """The tools in OpenAI's form; those without a schema run on Anthropic's servers only and are left out."""
-        if self.tool_choice is not None and self.tool_choice.type in ("any", "tool"):
-            raise UsageError("tool_choice: a call cannot be forced here; 'auto' leaves it to the model")
         if not self.tools or (self.tool_choice is not None and self.tool_choice.type == "none"):
             return None
         return [
             {
                 "type": "function",
                 "function": {"name": tool.name, "parameters": tool.input_schema}
-                | ({"description": tool.description} if tool.description else {}),
+                | ({"description": tool.description} if tool.description else {})
+                | ({"strict": True} if tool.strict else {}),
             }
             for tool in self.tools
             if tool.input_schema is not None
         ] or None
+
+    @property
+    def call_rule(self) -> CallRule:
+        """What the request says about calls.
+
+        Raises:
+            UsageError: a tool shall be called that is not there, or that no name is given of.
+        """
+        choice = self.tool_choice
+        if choice is None or choice.type == "none":
+            return CallRule()
+        is_required = choice.type in ("any", "tool")
+        if is_required and not self.functions:
+            raise UsageError("tool_choice asks for a call, but there are no tools that can be called here")
+        if (choice.type == "tool") != (choice.name is not None):
+            raise UsageError("tool_choice: name belongs to type tool, which needs it")
+        is_single = choice.type == "tool" or bool(choice.disable_parallel_tool_use)
+        return CallRule(is_required=is_required, name=choice.name, is_single=is_single)
 
     @property
     def skipped_tools(self) -> list[str]:

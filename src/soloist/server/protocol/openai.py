@@ -6,6 +6,7 @@ from pydantic import Field
 
 from soloist.errors import UsageError
 from soloist.server.protocol.schema import SamplingFields, Schema, StreamOptions, no_effect
+from soloist.server.tool_grammar import CallRule
 
 
 class Function(Schema):
@@ -112,6 +113,16 @@ class ChatRequest(CommonFields):
     reasoning_effort: str | None = None
     verbosity: str | None = no_effect()
     modalities: list[Literal["text"]] | None = no_effect()
+
+    @property
+    def call_rule(self) -> CallRule:
+        """What the request says about calls."""
+        name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        return CallRule(
+            is_required=name is not None or self.tool_choice == "required",
+            name=name,
+            is_single=name is not None or self.parallel_tool_calls is False,
+        )
 
 
 class CompletionRequest(CommonFields):

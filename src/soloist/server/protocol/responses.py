@@ -7,6 +7,7 @@ from pydantic import ConfigDict, Field
 from soloist.errors import UsageError
 from soloist.sampling_params import SamplingParams
 from soloist.server.protocol.schema import SamplingFields, Schema, StreamOptions, no_effect
+from soloist.server.tool_grammar import CallRule
 
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"})
 
@@ -28,6 +29,7 @@ class ToolItem(Schema):
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class TextFormat(Schema):
@@ -67,7 +69,7 @@ class ResponsesRequest(SamplingFields):
     max_output_tokens: int | None = None
     tools: list[ToolItem] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = no_effect()
+    parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -96,8 +98,6 @@ class ResponsesRequest(SamplingFields):
             raise UsageError("background: answers are not made behind a client's back here; leave it out")
         if self.truncation not in (None, "disabled"):
             raise UsageError("truncation: nothing is dropped from a conversation here; leave it out")
-        if self.tool_choice not in (None, "auto", "none"):
-            raise UsageError("tool_choice: a call cannot be forced here; 'auto' leaves it to the model")
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
         """Give the sampling parameters."""
@@ -114,6 +114,25 @@ class ResponsesRequest(SamplingFields):
         if form.schema_ is None:
             raise UsageError("text.format.schema is missing; type json_schema needs one")
         return form.schema_
+
+    @property
+    def call_rule(self) -> CallRule:
+        """What the request says about calls.
+
+        Raises:
+            UsageError: a choice that is not known, or one that needs tools where there are none.
+        """
+        choice, is_single = self.tool_choice, self.parallel_tool_calls is False
+        if choice in (None, "auto", "none"):
+            return CallRule(is_single=is_single)
+        name = choice.get("name") if isinstance(choice, dict) and choice.get("type") in ("function", "custom") else None
+        if choice != "required" and not isinstance(name, str):
+            raise UsageError(
+                "tool_choice: allowed are 'auto', 'none', 'required', and a function or custom tool with its name"
+            )
+        if not self.functions:
+            raise UsageError("tool_choice asks for a call, but there are no tools that can be called here")
+        return CallRule(is_required=True, name=name, is_single=is_single or name is not None)
 
     @property
     def custom_tools(self) -> frozenset[str]:
@@ -140,7 +159,9 @@ class ResponsesRequest(SamplingFields):
                 parameters = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
                 grammar = ((tool.model_extra or {}).get("format") or {}).get("definition")
                 description += f"\nThe input follows this grammar:\n{grammar}" if grammar else ""
-            function = {"name": tool.name, "description": description, "parameters": parameters}
+            function: dict[str, Any] = {"name": tool.name, "description": description, "parameters": parameters}
+            if tool.strict:
+                function["strict"] = True
             functions.append({"type": "function", "function": function})
         return functions or None
 
