@@ -87,7 +87,7 @@ def all_reduce_add(partial: torch.Tensor, residual: torch.Tensor | None, group: 
     if use_reference(partial) or group.size == 1:
         return all_reduce_add_ref(partial, residual, group)
     if partial.dtype is torch.bfloat16 and dims["T"] <= MAX_PUSHED_ROWS:
-        from soloist.kernels import allreduce_cuda  # type: ignore[attr-defined]
+        from soloist.kernels import allreduce_cuda
 
         assert group.mailboxes is not None, "a step on a GPU needs mailboxes"
         out = torch.empty_like(partial)
@@ -131,7 +131,7 @@ def all_reduce_argmax(
     expect(ids, "T", torch.int64, dims, name="ids")
     if use_reference(values) or group.size == 1 or dims["T"] > MAX_PUSHED_ROWS:
         return all_reduce_argmax_ref(values, ids, group)
-    from soloist.kernels import allreduce_cuda  # type: ignore[attr-defined]
+    from soloist.kernels import allreduce_cuda
 
     assert group.mailboxes is not None, "a step on a GPU needs mailboxes"
     out_values, out_ids = torch.empty_like(values), torch.empty_like(ids)

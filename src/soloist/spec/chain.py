@@ -42,12 +42,20 @@ class ChainDrafter(Drafter):
         self._plan = plan
 
     @abstractmethod
-    def first_logits(self) -> torch.Tensor:
-        """Give the logits (1, N) of the token behind the pending one."""
+    def first_hidden(self) -> torch.Tensor:
+        """Give the hidden state (1, D) from which the token behind the pending one follows."""
 
     @abstractmethod
-    def next_logits(self, token: torch.Tensor) -> torch.Tensor:
-        """Give the logits (1, N) of the token behind `token` (1,), the draft that was chosen last."""
+    def next_hidden(self, token: torch.Tensor) -> torch.Tensor:
+        """Give the hidden state (1, D) behind `token` (1,), the draft that was chosen last."""
+
+    @abstractmethod
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Give the logits (1, N) fp32 that follow from a hidden state (1, D)."""
+
+    @abstractmethod
+    def pick_likeliest(self, hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Give the likeliest of the first `num_tokens` tokens, (1,) int64, behind a hidden state (1, D)."""
 
     def propose(self, buffers: StepBuffers, context_len: torch.Tensor) -> None:
         self.context_len.copy_(context_len)
@@ -56,8 +64,8 @@ class ChainDrafter(Drafter):
         self.num_drafts = 0
         token: torch.Tensor | None = None
         while self.num_drafts < most and (stop is None or stop.pays()):
-            logits = self.first_logits() if token is None else self.next_logits(token)
-            token = self._choose(logits, buffers)
+            hidden = self.first_hidden() if token is None else self.next_hidden(token)
+            token = self._choose(hidden, buffers)
             self.num_drafts += 1
             if stop is not None:
                 stop.add(float(self.confidences[self.num_drafts - 1]))
@@ -66,12 +74,16 @@ class ChainDrafter(Drafter):
         elif self.width_rule is not None:
             buffers.width.copy_(torch.minimum(buffers.width, self.width_rule.stop(self.confidences)))
 
-    def _choose(self, logits: torch.Tensor, buffers: StepBuffers) -> torch.Tensor:
+    def _choose(self, hidden: torch.Tensor, buffers: StepBuffers) -> torch.Tensor:
         """Choose the next draft: (1,) int64, written into the step with its law."""
         assert self._plan is not None and buffers.draft_probs is not None
         t = self.num_drafts
+        if self._plan.is_greedy and self.width_rule is None:
+            token = self.pick_likeliest(hidden, buffers.num_tokens)
+            buffers.input_ids[t + 1 : t + 2] = token
+            return token
         # Rows of the head that are no token are never drafted.
-        logits = logits[:, : buffers.num_tokens]
+        logits = self.compute_logits(hidden)[:, : buffers.num_tokens]
         if self.width_rule is not None:
             self.confidences[t : t + 1] = logits.softmax(-1).amax(-1)
         if self._plan.is_greedy:

@@ -104,7 +104,7 @@ class DraftModel(ChainDrafter):
             self._num_read += ids.shape[0]
         return hidden
 
-    def first_logits(self) -> torch.Tensor:
+    def first_hidden(self) -> torch.Tensor:
         if self.is_fixed_shape:
             hidden = self._read_unread()
         else:
@@ -116,7 +116,7 @@ class DraftModel(ChainDrafter):
         if self.cache.recurrent is not None and self.chain.recurrent is not None:
             self.chain.recurrent.state.copy_(self.cache.recurrent.state)
             self.chain.recurrent.conv.copy_(self.cache.recurrent.conv)
-        return self.model.compute_logits(hidden)
+        return hidden
 
     def _read_unread(self) -> torch.Tensor:
         """Read up to the pending token in one pass of `max_unread` rows; give its hidden row (1, D)."""
@@ -129,10 +129,16 @@ class DraftModel(ChainDrafter):
         # Behind the end of an answer steps go on, with nothing to read.
         return hidden.index_select(0, (num_unread - 1).clamp_min(0).view(1))
 
-    def next_logits(self, token: torch.Tensor) -> torch.Tensor:
+    def next_hidden(self, token: torch.Tensor) -> torch.Tensor:
         hidden = self.model.forward(token, self.chain, StepKind.DECODE)  # (1, D)
         self.chain.commit(1, StepKind.DECODE)
+        return hidden
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.model.compute_logits(hidden)
+
+    def pick_likeliest(self, hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        return self.model.pick_likeliest(hidden, num_tokens)[0]
 
     def update(
         self, buffers: StepBuffers, verdict: Verdict, hidden: torch.Tensor, captured: torch.Tensor | None

@@ -13,9 +13,11 @@ from typing import Self
 import torch
 
 from soloist.errors import UsageError
-from soloist.kernels.sampling import Stream, draft_counter, draw, likeliest, target_probs, uniform
-from soloist.models.loader import RandomSource, choose_placement
+from soloist.kernels.allreduce import TensorParallel
+from soloist.kernels.sampling import Stream, draft_counter, draw, target_probs, uniform
+from soloist.models.loader import RandomSource, choose_placement, refuse_num_ranks
 from soloist.models.memory import check_fits
+from soloist.models.weights import RecordingSource
 from soloist.runtime.buffers import MAX_WIDTH, SamplingPlan, StepBuffers
 from soloist.spec.drafter import Drafter
 from soloist.spec.dspark_config import DSparkConfig, random_config
@@ -159,12 +161,12 @@ class DSpark(Drafter):
         return torch.cat(all_embedded)
 
     def _choose(self, buffers: StepBuffers, rows: slice, logits: torch.Tensor, uniforms: torch.Tensor | None) -> None:
-        """Write the drafts of some rows, and their law if they are drawn, from logits (rows, N)."""
-        logits = self.model.over_target_ids(logits)[:, : buffers.num_tokens]
+        """Write the drafts of some rows, and their law if they are drawn, from this rank's logits (rows, N)."""
         if uniforms is None:
-            tokens, _ = likeliest(logits)
+            tokens = self.model.pick_likeliest(logits, buffers.num_tokens)
         else:
             assert buffers.draft_probs is not None
+            logits = self.model.over_target_ids(logits)[:, : buffers.num_tokens]
             law = target_probs(logits, buffers.temperature, buffers.top_k, buffers.top_p, buffers.min_p)
             # What is recorded is what was drawn from, to the bit.
             buffers.draft_probs[rows] = law
@@ -194,7 +196,20 @@ class DSpark(Drafter):
         self.buffers.context_len.fill_(num_tokens)
 
 
-def check_context_fits(config: DSparkConfig, max_context_len: int, dtype: torch.dtype, device: torch.device) -> None:
+def check_num_ranks(config: DSparkConfig, group: TensorParallel) -> None:
+    """Refuse a number of ranks that cannot share the draft.
+
+    Raises:
+        UnsupportedError: heads or widths do not divide; the message names what does.
+    """
+    asked = RecordingSource()
+    DSparkModel(config, asked, 1)
+    refuse_num_ranks(asked.splits, group.size, "the draft")
+
+
+def check_context_fits(
+    config: DSparkConfig, max_context_len: int, dtype: torch.dtype, device: torch.device, group: TensorParallel
+) -> None:
     """Refuse a context that cannot fit, before it is allocated.
 
     Raises:
@@ -202,7 +217,8 @@ def check_context_fits(config: DSparkConfig, max_context_len: int, dtype: torch.
     """
     t = config.transformer
     rows = num_positions(config, max_context_len)
-    num_bytes = 2 * t.num_hidden_layers * t.num_key_value_heads * rows * t.head_dim * dtype.itemsize
+    num_heads = group.share(t.num_key_value_heads)
+    num_bytes = 2 * t.num_hidden_layers * num_heads * rows * t.head_dim * dtype.itemsize
     check_fits(num_bytes, device, f"the draft's context of {max_context_len} tokens")
 
 
@@ -226,8 +242,10 @@ def make_random_dspark(setup: DrafterSetup, config: DSparkConfig | None = None) 
     target = setup.target
     config = config or random_config(target.config)
     config.check_target(target.config)
-    check_context_fits(config, setup.max_context_len, target.dtype, target.device)
-    source = RandomSource(setup.seed, choose_placement(target.device, target.dtype, setup.weights_dtype))
+    check_num_ranks(config, target.group)
+    check_context_fits(config, setup.max_context_len, target.dtype, target.device, target.group)
+    placement = choose_placement(target.device, target.dtype, setup.weights_dtype, target.group)
+    source = RandomSource(setup.seed, placement)
     rows = num_positions(config, setup.max_context_len)
     model = DSparkModel(config, source, rows, embed_tokens=target.embed_tokens, lm_head=target.lm_head)
     return make_dspark(model, setup)

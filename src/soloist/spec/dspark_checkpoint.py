@@ -9,15 +9,16 @@ from pathlib import Path
 import torch
 
 from soloist.errors import CheckpointError, UnsupportedError
+from soloist.kernels.allreduce import TensorParallel, embed
 from soloist.kernels.linear import PackedWeight, linear
 from soloist.models import read_config
 from soloist.models.loader import SafetensorsSource, check_weights_fit, choose_placement, compare_tensors
 from soloist.models.safetensors import SafetensorsFolder, StoredTensor
-from soloist.models.weights import RecordingSource, Weight
-from soloist.spec.dspark import DSpark, check_context_fits, make_dspark, num_positions
+from soloist.models.weights import Part, RecordingSource, Weight
+from soloist.spec.dspark import DSpark, check_context_fits, check_num_ranks, make_dspark, num_positions
 from soloist.spec.dspark_config import DSparkConfig
 from soloist.spec.dspark_layout import is_draft_config, read_draft_config
-from soloist.spec.dspark_model import DSparkModel
+from soloist.spec.dspark_model import DSparkModel, embedding_part, head_part
 from soloist.spec.setup import DrafterSetup
 
 EMBEDDING, HEAD, VOCABULARY_MAP = "embed_tokens.weight", "lm_head.weight", "d2t"
@@ -50,7 +51,8 @@ def load_dspark(setup: DrafterSetup) -> DSpark:
     assert path is not None
     config = read_draft_config(read_config(path))
     config.check_target(target.config)
-    check_context_fits(config, setup.max_context_len, target.dtype, target.device)
+    check_num_ranks(config, target.group)
+    check_context_fits(config, setup.max_context_len, target.dtype, target.device, target.group)
     folder = SafetensorsFolder(path)
     folder.tensors = _network_names(folder.tensors, config)
     target_ids = _read_vocabulary_map(folder, config)
@@ -61,12 +63,13 @@ def load_dspark(setup: DrafterSetup) -> DSpark:
     stored = RecordingSource(target.dtype)
     DSparkModel(config, stored, 1, embed_tokens=embed_tokens, lm_head=lm_head)
     compare_tensors(stored, folder.shapes, _is_ignored, f"{path} does not hold the draft that its config.json names")
-    if embed_tokens is None and _is_same(target.embed_tokens, folder.read(EMBEDDING)):
+    group = target.group
+    if embed_tokens is None and _is_same(target.embed_tokens, embedding_part(config), folder, group):
         embed_tokens = target.embed_tokens
-    if lm_head is None and not is_reduced and _is_same(target.lm_head, folder.read(HEAD)):
+    if lm_head is None and not is_reduced and _is_same(target.lm_head, head_part(config), folder, group):
         lm_head = target.lm_head
-    placement = choose_placement(target.device, target.dtype, setup.weights_dtype)
-    asked = RecordingSource(target.dtype)
+    placement = choose_placement(target.device, target.dtype, setup.weights_dtype, group)
+    asked = RecordingSource(target.dtype, group)
     DSparkModel(config, asked, 1, embed_tokens=embed_tokens, lm_head=lm_head)
     check_weights_fit(asked, placement)
     model = DSparkModel(
@@ -77,7 +80,8 @@ def load_dspark(setup: DrafterSetup) -> DSpark:
         lm_head=lm_head,
         target_ids=None if target_ids is None else target_ids.to(target.device),
     )
-    if not model.embed_tokens[config.mask_token_id].isfinite().all():
+    mask = torch.tensor([config.mask_token_id], device=target.device)
+    if not embed(mask, model.embed_tokens, group).isfinite().all():
         raise CheckpointError(f"{path}: the embedding of the mask token, {config.mask_token_id}, is not finite")
     return make_dspark(model, setup)
 
@@ -131,13 +135,18 @@ def _read_vocabulary_map(folder: SafetensorsFolder, config: DSparkConfig) -> tor
     return None if torch.equal(target_ids, rows) else target_ids
 
 
-def _is_same(own: Weight, stored: torch.Tensor) -> bool:
-    """Say whether the target's table or map (N, D) holds the values that a checkpoint stores, rounded as it is."""
+def _is_same(own: Weight, part: Part, folder: SafetensorsFolder, group: TensorParallel) -> bool:
+    """Say whether the target's table or map (N, D) holds the values that a checkpoint stores, rounded as it is.
+
+    A rank compares what it holds. If ranks decide otherwise, both ways give the same values.
+    """
+    stored = part.held_of(folder.read(part.name), group)
     if not isinstance(own, PackedWeight):
+        own = own[: stored.shape[0]]
         blocks = zip(own.split(COMPARED_ROWS), stored.split(COMPARED_ROWS), strict=True)
         return all(torch.equal(ours, theirs.to(ours.device, ours.dtype)) for ours, theirs in blocks)
     # Codes cannot be compared with values, but what they do can.
     dtype = torch.float32 if own.scales is None else own.scales.dtype
     probes = torch.randn(NUM_PROBES, stored.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
     wanted = torch.cat([linear(probes.float(), rows.float()) for rows in stored.split(COMPARED_ROWS)], dim=1)
-    return bool((linear(probes, own).float() - wanted).norm() < MAX_PACKING_ERROR * wanted.norm())
+    return bool((linear(probes, own)[:, : stored.shape[0]].float() - wanted).norm() < MAX_PACKING_ERROR * wanted.norm())

@@ -24,13 +24,16 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from soloist.kernels.allreduce import embed, linear_all_reduce
 from soloist.kernels.draft_attention import append_context, draft_attention
-from soloist.kernels.linear import PackedWeight, linear, linear_residual, norm_linear
+from soloist.kernels.linear import PackedWeight, linear, norm_linear
 from soloist.kernels.norm import rms_norm
 from soloist.kernels.rotary import RotaryTable, make_rotary_table
+from soloist.kernels.sampling import likeliest
 from soloist.models.feed_forward import DenseFeedForward
+from soloist.models.head import likeliest_of, whole_logits
 from soloist.models.layers import GroupedQueryAttention
-from soloist.models.weights import Part, Weight, WeightSource
+from soloist.models.weights import Part, Weight, WeightSource, kv_rows, token_rows
 from soloist.spec.dspark_config import DSparkConfig
 
 
@@ -92,7 +95,7 @@ class DraftLayer:
             window=self.window,
             is_causal=self.is_causal,
         )  # (B, H*K)
-        return self.feed_forward(linear_residual(heads, a.o_proj, x), None)
+        return self.feed_forward(linear_all_reduce(heads, a.o_proj, x, a.group), None)
 
 
 class MarkovHead:
@@ -104,10 +107,11 @@ class MarkovHead:
     """
 
     def __init__(self, weights: WeightSource, config: DSparkConfig) -> None:
-        M = config.markov_rank
+        M, N = config.markov_rank, config.draft_vocab_size
         table = Part(name="markov_head.markov_w1.weight", shape=(config.transformer.vocab_size, M))
         self.w1 = weights.embedding(table)
-        self.w2 = weights.linear(Part(name="markov_head.markov_w2.weight", shape=(config.draft_vocab_size, M)))
+        # Of the same tokens as a rank's part of the output head.
+        self.w2 = weights.linear(Part(name="markov_head.markov_w2.weight", shape=(N, M), split=token_rows(N)))
         # (1, M) fp32: what a block begins with.
         self.start = torch.zeros(1, M, device=weights.device)
 
@@ -131,7 +135,7 @@ class MarkovHead:
             state: (1, M) fp32, `start` or what the slot before gave.
 
         Returns:
-            (1, N) fp32 and the state for the next slot.
+            (1, N) fp32, of this rank's tokens, and the state for the next slot.
         """
         return linear(embedded, self.w2, out_dtype=torch.float32), state
 
@@ -242,13 +246,13 @@ class DSparkModel:
         target_ids: torch.Tensor | None = None,
     ) -> None:
         self.config, self.target_ids, self.max_positions = config, target_ids, max_positions
-        self.dtype, self.device = weights.dtype, weights.device
+        self.dtype, self.device, self.group = weights.dtype, weights.device, weights.group
         t = config.transformer
         D, L, G, K = t.hidden_size, t.num_hidden_layers, t.num_key_value_heads, t.head_dim
         if embed_tokens is None:
-            embed_tokens = weights.embedding(Part(name="embed_tokens.weight", shape=(t.vocab_size, D)))
+            embed_tokens = weights.embedding(embedding_part(config))
         if lm_head is None:
-            lm_head = weights.linear(Part(name="lm_head.weight", shape=(config.draft_vocab_size, D)))
+            lm_head = weights.linear(head_part(config))
         self.embed_tokens, self.lm_head = embed_tokens, lm_head
         self.fc = weights.linear(Part(name="fc.weight", shape=(D, len(config.target_layer_ids) * D)))
         self.hidden_norm = weights.tensor(Part(name="hidden_norm.weight", shape=(D,)))
@@ -256,7 +260,7 @@ class DSparkModel:
         # Read once more: one product then gives every layer's context.
         self.context_kv = weights.linear(
             *(
-                Part(name=f"layers.{index}.self_attn.{name}_proj.weight", shape=(G * K, D))
+                Part(name=f"layers.{index}.self_attn.{name}_proj.weight", shape=(G * K, D), split=kv_rows(G))
                 for index in range(L)
                 for name in "kv"
             )
@@ -273,7 +277,7 @@ class DSparkModel:
     def make_context(self) -> DraftContext:
         """Allocate an empty context of `max_positions` rows."""
         t = self.config.transformer
-        shape = (t.num_hidden_layers, t.num_key_value_heads, self.max_positions, t.head_dim)
+        shape = (t.num_hidden_layers, self.group.share(t.num_key_value_heads), self.max_positions, t.head_dim)
         k, v = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2))  # (L, G, S, K) each
         return DraftContext(k=k, v=v)
 
@@ -303,13 +307,16 @@ class DSparkModel:
         Returns:
             (B, D) behind the final norm, always finite: a broken draft must not break the answer.
         """
-        x = F.embedding(block_ids, self.embed_tokens)  # (B, D)
+        x = embed(block_ids, self.embed_tokens, self.group)  # (B, D)
         for layer, k_cache, v_cache in zip(self.layers, context.k.unbind(), context.v.unbind(), strict=True):
             x = layer(x, k_cache, v_cache, context_len, rotary or self.rotary)
         return torch.nan_to_num(rms_norm(x, self.norm, self.config.transformer.rms_norm_eps), 0.0, 0.0, 0.0)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Apply the output head to `run_block`'s hidden states (n, D): (n, draft_vocab_size) fp32, without the bias."""
+        """Apply the output head to `run_block`'s hidden states (n, D): (n, draft_vocab_size) fp32, without the bias.
+
+        Of several ranks each has the logits of its own tokens; `over_target_ids` puts them together.
+        """
         return linear(hidden, self.lm_head, out_dtype=torch.float32)
 
     def read_bytes(self, context_len: int, num_drafts: int) -> int:
@@ -325,8 +332,27 @@ class DSparkModel:
         return sum(map(_held_bytes, weights)) + context_len * row_bytes
 
     def over_target_ids(self, logits: torch.Tensor) -> torch.Tensor:
-        """Spread logits (n, draft_vocab_size) over the target's vocabulary (n, N): what the head lacks is -inf."""
+        """Spread the ranks' logits (n, draft_vocab_size) over the target's vocabulary (n, N): the rest is -inf."""
+        logits = whole_logits(logits, self.config.draft_vocab_size, self.group)
         if self.target_ids is None:
             return logits
         spread = logits.new_full((logits.shape[0], self.config.transformer.vocab_size), float("-inf"))
         return spread.index_copy_(1, self.target_ids, logits)
+
+    def pick_likeliest(self, logits: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Give the likeliest of the first `num_tokens` tokens, (n,) int64, from this rank's logits."""
+        if self.target_ids is None:
+            return likeliest_of(logits, num_tokens, self.group)[0]
+        return likeliest(self.over_target_ids(logits)[:, :num_tokens])[0]
+
+
+def embedding_part(config: DSparkConfig) -> Part:
+    """Name the token embedding of a draft that has its own."""
+    t = config.transformer
+    return Part(name="embed_tokens.weight", shape=(t.vocab_size, t.hidden_size), split=token_rows(t.vocab_size))
+
+
+def head_part(config: DSparkConfig) -> Part:
+    """Name the output head of a draft that has its own."""
+    N = config.draft_vocab_size
+    return Part(name="lm_head.weight", shape=(N, config.transformer.hidden_size), split=token_rows(N))

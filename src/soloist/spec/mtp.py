@@ -72,15 +72,21 @@ class MTPDrafter(ChainDrafter):
         if self.is_fixed_shape:
             buffers.width.copy_(torch.where(context_len > 0, buffers.width, buffers.width.clamp_max(1)))
 
-    def first_logits(self) -> torch.Tensor:
+    def first_hidden(self) -> torch.Tensor:
         self.chain.context_len.copy_(self.cache.context_len)
         self._chain_hidden = self.last_hidden
-        return self.mtp.compute_logits(self.last_hidden)
+        return self.last_hidden
 
-    def next_logits(self, token: torch.Tensor) -> torch.Tensor:
+    def next_hidden(self, token: torch.Tensor) -> torch.Tensor:
         self._chain_hidden = self.mtp.forward(self._chain_hidden, token, self.chain)  # (1, D)
         self.chain.commit(1, StepKind.DECODE)
-        return self.mtp.compute_logits(self._chain_hidden)
+        return self._chain_hidden
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.mtp.compute_logits(hidden)
+
+    def pick_likeliest(self, hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        return self.mtp.pick_likeliest(hidden, num_tokens)[0]
 
     def update(
         self, buffers: StepBuffers, verdict: Verdict, hidden: torch.Tensor, captured: torch.Tensor | None
@@ -118,8 +124,8 @@ def load_mtp(setup: DrafterSetup) -> MTPDrafter:
     target, path = setup.target, setup.target_path
     if not isinstance(target, BailingMoeV3ForCausalLM):
         raise UnsupportedError(f"a {target.architecture} has no MTP layer; `ngram` drafts for every model")
-    placement = choose_placement(target.device, target.dtype, setup.weights_dtype)
-    asked = RecordingSource(target.dtype)
+    placement = choose_placement(target.device, target.dtype, setup.weights_dtype, target.group)
+    asked = RecordingSource(target.dtype, target.group)
     BailingMoeV3MTP(target, asked)
     source: LoadingSource
     if path is None:
