@@ -1,0 +1,450 @@
+"""Collectives of a step in CUDA C++: an all-reduce and an argmax that every rank pushes into its peers' mailboxes.
+
+Owns the mailboxes and the two kernels; the equations are in `kernels/allreduce.py`. One launch, no barrier: the data
+are their own flag. A rank stores its packets of 16 bytes into the memory of every peer, reads its own memory until the
+peers' packets are there, and sums them in the order of the ranks, so all ranks hold the same bits.
+
+**The flag.** An empty mailbox is full of the word 0xffffffff, and no packet holds that word: where data do, which are
+two bf16 NaNs or an fp32 NaN, 0x7fff7fff is sent and summed instead, which is NaN as well. Every word of 4 bytes is
+looked at, so packets may come in any order and in parts.
+
+**Generations.** Every row of either collective is a channel of its own with three mailboxes per peer, used in turn; the
+turn is counted in device memory, so that a captured graph needs no host. Use k of a channel reads mailbox k mod 3 and
+empties that of use k-1, which is the one that peers fill in their use k+2. This is safe:
+
+* What use k empties has been read to its end: the launch of use k waits for the end of use k-1.
+* A peer begins use k+2 after the end of its use k+1, which had to read what this rank sent in use k+1, which it sent
+  after the end of its use k. Each is a launch that waits for the one before, and all these stores meet in this rank's
+  L2 cache, so the peer's packet comes to an empty mailbox.
+* Two generations would not do: a peer in use k+1 may fill what this rank, in use k, has yet to empty.
+
+This takes what a step has: one stream per rank, in which all ranks launch the same collectives, with the same T and D,
+in the same order. A rank that waits too long for a peer says so in host memory and ends, with NaN for what never came.
+
+NVLink multicast is not used: PyTorch is kept from setting it up before memory is allocated.
+
+Source: the LL protocol of NCCL and the Lamport kernels of TensorRT-LLM (Apache-2.0) for the idea of data as a flag.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+
+from soloist.config import disable_multicast
+from soloist.errors import RankLostError
+from soloist.kernels.check import expect
+from soloist.kernels.launch import pdl_options
+from soloist.kernels.nvrtc import launch, load_kernel
+
+WORLD_SIZES = (2, 4, 8)
+# Most rows of a collective, a program each.
+MAX_ROWS = 16
+# A thread holds one packet of 8 elements of a row.
+MAX_HIDDEN_SIZE = 8192
+# Of a mailbox without a packet: 0xffffffff.
+EMPTY = -1
+_GENERATIONS = 3
+# A rank looks at the clock, and at whether it has given up before, after so many looks at its mailbox.
+_SPINS_PER_LOOK = 256
+
+_SOURCE = r"""
+constexpr unsigned EMPTY = 0xffffffffu, OTHER_NAN = 0x7fff7fffu;
+// Of a row, and of the widest row, which is what a mailbox has room for.
+constexpr int PACKETS = HIDDEN / 8, ROOM = MAX_HIDDEN / 8;
+
+#ifdef __CUDACC__
+// Of 16 bytes: four accesses of 4 bytes, in no order, each seen by every GPU whole or not at all.
+__device__ void store_packet(uint4* p, uint4 x) {
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};"
+                 :: "l"(p), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+__device__ uint4 load_packet(const uint4* p) {
+    uint4 x;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p) : "memory");
+    return x;
+}
+__device__ void store_word(int* p, int x) {
+    asm volatile("st.relaxed.sys.global.s32 [%0], %1;" :: "l"(p), "r"(x) : "memory");
+}
+__device__ int load_word(const int* p) {
+    int x;
+    asm volatile("ld.relaxed.sys.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+    return x;
+}
+__device__ unsigned long long clock_ns() {
+    unsigned long long ns;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
+    return ns;
+}
+// To the nearest, NaN stays NaN.
+__device__ unsigned to_bf16_pair(float low, float high) {
+    unsigned pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+__device__ void begin() {
+#ifdef HAS_PDL
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+#endif
+
+// Of every rank; whether this one gave up before, and where it says so.
+struct Mailboxes { uint4* of[8]; int* has_failed; int* error; int timeout_us; };
+
+// Where a mailbox is: the channels of a kind begin at BASE and have room for SIZE packets.
+template <size_t BASE, int SIZE> __device__ size_t mailbox(int generation, int channel, int sender) {
+    return BASE + (size_t)((generation * MAX_ROWS + channel) * WORLD + sender) * SIZE;
+}
+
+__device__ unsigned full(unsigned word) { return word == EMPTY ? OTHER_NAN : word; }
+
+__device__ bool is_full(uint4 x) { return x.x != EMPTY && x.y != EMPTY && x.z != EMPTY && x.w != EMPTY; }
+
+// Sends packet i of COUNT to every peer, empties its part of the last use's, and waits for the peers'.
+template <size_t BASE, int SIZE, int COUNT>
+__device__ void exchange(const Mailboxes& m, int generation, int channel, int i, uint4 (&x)[WORLD]) {
+    x[RANK] = {full(x[RANK].x), full(x[RANK].y), full(x[RANK].z), full(x[RANK].w)};
+#pragma unroll
+    for (int j = 1; j < WORLD; ++j)
+        store_packet(m.of[(RANK + j) % WORLD] + mailbox<BASE, SIZE>(generation, channel, RANK) + i, x[RANK]);
+    // The last use may have been of a wider row.
+    const int last = (generation ? generation : GENERATIONS) - 1;
+#pragma unroll
+    for (int o = 0; o < SIZE; o += COUNT)
+#pragma unroll
+        for (int j = 1; j < WORLD; ++j)
+            if (o + COUNT <= SIZE || o + i < SIZE)
+                store_packet(m.of[RANK] + mailbox<BASE, SIZE>(last, channel, (RANK + j) % WORLD) + o + i,
+                             {EMPTY, EMPTY, EMPTY, EMPTY});
+
+    unsigned long long started_ns = 0;
+    for (int spins = 1;; ++spins) {
+        int missing = RANK;
+#pragma unroll
+        for (int j = 1; j < WORLD; ++j) {
+            const int p = (RANK + j) % WORLD;
+            x[p] = load_packet(m.of[RANK] + mailbox<BASE, SIZE>(generation, channel, p) + i);
+            if (!is_full(x[p])) missing = p;
+        }
+        if (missing == RANK) return;
+        if (spins % SPINS_PER_LOOK == 0) {
+            if (load_word(m.has_failed)) return;
+            if (!started_ns) started_ns = clock_ns();
+            else if (clock_ns() - started_ns > 1000ull * m.timeout_us) {
+                store_word(m.has_failed, 1);
+                store_word(m.error, 1 + missing);
+                return;
+            }
+        }
+    }
+}
+
+__device__ float low(unsigned pair) { return __uint_as_float(pair << 16); }
+__device__ float high(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+__device__ unsigned sum_pair(const unsigned (&x)[WORLD], unsigned residual) {
+    float a = low(x[0]), b = high(x[0]);
+#pragma unroll
+    for (int p = 1; p < WORLD; ++p) { a += low(x[p]); b += high(x[p]); }
+#ifdef HAS_RESIDUAL
+    a += low(residual);
+    b += high(residual);
+#endif
+    return to_bf16_pair(a, b);
+}
+
+__device__ float square(unsigned pair) { return low(pair) * low(pair) + high(pair) * high(pair); }
+
+__device__ unsigned scale_pair(unsigned x, float scale, unsigned weight) {
+    return to_bf16_pair(low(x) * scale * low(weight), high(x) * scale * high(weight));
+}
+
+// A program per row, a thread per packet.
+extern "C" __global__ void __launch_bounds__(THREADS)
+push_all_reduce_add(const uint4* partial, const uint4* residual, const uint4* norm_weight, float eps, uint4* out,
+                    uint4* norm_out, int* turns, int* has_failed, int* error, int timeout_us, uint4* m0, uint4* m1,
+                    uint4* m2, uint4* m3, uint4* m4, uint4* m5, uint4* m6, uint4* m7) {
+    const int t = blockIdx.x, i = threadIdx.x;
+    const bool is_mine = i < PACKETS;
+#ifdef HAS_NORM
+    const uint4 weight = is_mine ? norm_weight[i] : uint4{};
+    __shared__ float sums[THREADS / 32];
+#endif
+    begin();
+    const Mailboxes m = {{m0, m1, m2, m3, m4, m5, m6, m7}, has_failed, error, timeout_us};
+    const int generation = turns[t];
+    uint4 y = {};
+    if (is_mine) {
+        uint4 x[WORLD], r = {};
+#ifdef HAS_RESIDUAL
+        r = residual[(size_t)t * PACKETS + i];
+#endif
+        x[RANK] = partial[(size_t)t * PACKETS + i];
+        exchange<0, ROOM, PACKETS>(m, generation, t, i, x);
+        unsigned xx[WORLD], xy[WORLD], xz[WORLD], xw[WORLD];
+#pragma unroll
+        for (int p = 0; p < WORLD; ++p) { xx[p] = x[p].x; xy[p] = x[p].y; xz[p] = x[p].z; xw[p] = x[p].w; }
+        y = {sum_pair(xx, r.x), sum_pair(xy, r.y), sum_pair(xz, r.z), sum_pair(xw, r.w)};
+        out[(size_t)t * PACKETS + i] = y;
+    }
+#ifdef HAS_NORM
+    // Of the rounded row, as the norm of the next operator would be.
+    float sum = square(y.x) + square(y.y) + square(y.z) + square(y.w);
+    for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
+    if (i % 32 == 0) sums[i / 32] = sum;
+    __syncthreads();
+    float total = 0.f;
+    for (int w = 0; w < THREADS / 32; ++w) total += sums[w];
+    const float scale = rsqrtf(total / HIDDEN + eps);
+    if (is_mine)
+        norm_out[(size_t)t * PACKETS + i] = {scale_pair(y.x, scale, weight.x), scale_pair(y.y, scale, weight.y),
+                                             scale_pair(y.z, scale, weight.z), scale_pair(y.w, scale, weight.w)};
+#else
+    __syncthreads();
+#endif
+    // Every thread has read the turn.
+    if (i == 0) turns[t] = generation + 1 < GENERATIONS ? generation + 1 : 0;
+}
+
+// One program, a thread per row. NaN is the largest, so that it is seen.
+extern "C" __global__ void __launch_bounds__(32)
+push_argmax(const float* values, const long long* ids, float* out_values, long long* out_ids, int T,
+            int* turns, int* has_failed, int* error, int timeout_us, uint4* m0, uint4* m1, uint4* m2, uint4* m3,
+            uint4* m4, uint4* m5, uint4* m6, uint4* m7) {
+    const int t = threadIdx.x;
+    begin();
+    if (t >= T) return;
+    const Mailboxes m = {{m0, m1, m2, m3, m4, m5, m6, m7}, has_failed, error, timeout_us};
+    const int generation = turns[t];
+    uint4 x[WORLD];
+    x[RANK] = {__float_as_uint(values[t]), (unsigned)ids[t], 0, 0};
+    exchange<(size_t)GENERATIONS * MAX_ROWS * WORLD * ROOM, 1, 1>(m, generation, t, 0, x);
+    float best = __uint_as_float(x[0].x);
+    unsigned best_id = x[0].y;
+#pragma unroll
+    for (int p = 1; p < WORLD; ++p) {
+        const float value = __uint_as_float(x[p].x);
+        if (value > best || (value != value && best == best) || (value == best && x[p].y < best_id)) {
+            best = value;
+            best_id = x[p].y;
+        }
+    }
+    out_values[t] = best;
+    out_ids[t] = best_id;
+    turns[t] = generation + 1 < GENERATIONS ? generation + 1 : 0;
+}
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mailboxes:
+    """What one rank has of the mailboxes of all; `make_mailboxes` makes them."""
+
+    rank: int
+    # Most rows of a collective, and the widest row.
+    max_tokens: int
+    hidden_size: int
+    # How long a rank waits for another.
+    timeout_s: float
+    # Per rank (words,) int32, at first -1: the own ones, and those of the peers as seen from here.
+    buffers: tuple[torch.Tensor, ...]
+    # (2, max_tokens) int32: the generation that is next for each row, of sums and of argmax.
+    turns: torch.Tensor
+    # () int32: 1 once this rank has given up. Later collectives then hardly wait.
+    has_failed: torch.Tensor
+    # () int32, on a GPU in pinned host memory, which kernels write: 0, or 1 + the rank that did not come.
+    error: torch.Tensor
+    # Keeps the peers' memory mapped.
+    handle: Any = None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return len(self.buffers)
+
+    def check(self) -> None:
+        """See whether every peer has come so far; reads host memory only, so it may be called at any time.
+
+        Raises:
+            RankLostError: a collective ended without a peer; what it and later ones gave holds NaN.
+        """
+        if code := int(self.error):
+            raise RankLostError(
+                f"rank {self.rank} waited {self.timeout_s:g} s for rank {code - 1} in vain; start all ranks anew"
+            )
+
+
+def num_words(world_size: int, *, max_tokens: int, hidden_size: int) -> int:
+    """Count the int32 words of one rank's mailboxes."""
+    return _GENERATIONS * max_tokens * world_size * (hidden_size // 8 + 1) * 4
+
+
+def view_mailboxes(
+    buffers: tuple[torch.Tensor, ...],
+    *,
+    rank: int,
+    max_tokens: int,
+    hidden_size: int,
+    timeout_s: float,
+    handle: Any = None,
+) -> Mailboxes:
+    """Take one rank's view of buffers of `num_words` words, all of them -1."""
+    device = buffers[rank].device
+    return Mailboxes(
+        rank=rank,
+        max_tokens=max_tokens,
+        hidden_size=hidden_size,
+        timeout_s=timeout_s,
+        buffers=buffers,
+        turns=torch.zeros(2, max_tokens, dtype=torch.int32, device=device),
+        has_failed=torch.zeros((), dtype=torch.int32, device=device),
+        error=torch.zeros((), dtype=torch.int32, pin_memory=device.type == "cuda"),
+        handle=handle,
+    )
+
+
+def make_mailboxes(
+    process_group: dist.ProcessGroup,
+    *,
+    hidden_size: int,
+    device: torch.device,
+    max_tokens: int = MAX_ROWS,
+    timeout_s: float = 4.0,
+) -> Mailboxes:
+    """Allocate mailboxes that all ranks of a group reach; every rank calls this, and no other at the same time.
+
+    Args:
+        process_group: of 2, 4 or 8 ranks of one host, a GPU each, linked by NVLink.
+        hidden_size: of the widest rows, a multiple of 8 up to 8192.
+        device: this rank's GPU, which is the current one.
+        max_tokens: most rows of a collective, up to 16.
+        timeout_s: how long a kernel waits for a peer. Ranks need not launch at the same time, but within this.
+    """
+    world_size, rank = process_group.size(), process_group.rank()
+    assert world_size in WORLD_SIZES and hidden_size % 8 == 0 and hidden_size <= MAX_HIDDEN_SIZE, (
+        world_size,
+        hidden_size,
+    )
+    assert 0 < max_tokens <= MAX_ROWS, max_tokens
+    disable_multicast()
+    size = num_words(world_size, max_tokens=max_tokens, hidden_size=hidden_size)
+    own = symm_mem.empty(size, dtype=torch.int32, device=device)
+    own.fill_(EMPTY)
+    handle = symm_mem.rendezvous(own, process_group)
+    buffers = tuple(own if p == rank else handle.get_buffer(p, (size,), torch.int32) for p in range(world_size))
+    assert handle.get_buffer(rank, (size,), torch.int32).data_ptr() == own.data_ptr()
+    # Nobody sends before all are empty.
+    torch.cuda.synchronize(device)
+    dist.barrier(process_group)
+    return view_mailboxes(
+        buffers, rank=rank, max_tokens=max_tokens, hidden_size=hidden_size, timeout_s=timeout_s, handle=handle
+    )
+
+
+def _definitions(mailboxes: Mailboxes, D: int) -> dict[str, int]:
+    """What both kernels are compiled with."""
+    return {
+        "WORLD": mailboxes.world_size,
+        "RANK": mailboxes.rank,
+        "MAX_ROWS": mailboxes.max_tokens,
+        "MAX_HIDDEN": mailboxes.hidden_size,
+        "HIDDEN": D,
+        "THREADS": -(-D // 256) * 32,
+        "GENERATIONS": _GENERATIONS,
+        "SPINS_PER_LOOK": _SPINS_PER_LOOK,
+    } | ({"HAS_PDL": 1} if pdl_options()["PDL"] else {})
+
+
+def _launch(
+    name: str,
+    definitions: dict[str, int],
+    grid: int,
+    threads: int,
+    turns: torch.Tensor,
+    mailboxes: Mailboxes,
+    *arguments: torch.Tensor | int | float | None,
+) -> None:
+    kernel = load_kernel(
+        _SOURCE, name, tuple((key, str(value)) for key, value in definitions.items()), mailboxes.turns.device
+    )
+    peers = [*mailboxes.buffers, *[None] * (WORLD_SIZES[-1] - mailboxes.world_size)]
+    timeout_us = int(mailboxes.timeout_s * 1e6)
+    launch(kernel, (grid, 1, 1), threads, *arguments, turns, mailboxes.has_failed, mailboxes.error, timeout_us, *peers)
+
+
+def push_all_reduce_add(
+    partial: torch.Tensor,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+    mailboxes: Mailboxes,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    norm_out: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    """Sum the ranks' partial sums in rank order in fp32, add the residual, round once; normalise the row if asked.
+
+    out = residual + sum_r partial_r,  norm_out = out / sqrt(mean(out^2) + eps) * norm_weight
+
+    Args:
+        partial: (T, D) bf16, this rank's; T <= max_tokens, D a multiple of 8 up to the mailboxes' hidden size.
+        residual: (T, D) bf16, the same on every rank; may be `out`. None: 0.
+        out: (T, D) bf16, written in place: the same bits on every rank.
+        mailboxes: of this rank.
+        norm_weight: (D) bf16, or None.
+        norm_out: (T, D) bf16, written in place: the norm of the rounded `out`. None without a weight.
+        eps: of the norm.
+    """
+    dims: dict[str, int] = {}
+    bf16 = torch.bfloat16
+    expect(partial, "T D", bf16, dims, name="partial")
+    expect(out, "T D", bf16, dims, name="out")
+    assert (norm_weight is None) == (norm_out is None), "a norm has a weight and a result"
+    tensors = [partial, out]
+    for name, x, axes in (
+        ("residual", residual, "T D"),
+        ("norm_weight", norm_weight, "D"),
+        ("norm_out", norm_out, "T D"),
+    ):
+        if x is not None:
+            expect(x, axes, bf16, dims, name=name)
+            tensors.append(x)
+    T, D = partial.shape
+    assert mailboxes.max_tokens >= T and mailboxes.hidden_size >= D and D % 8 == 0, (T, D)
+    assert all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in tensors), "rows are read as packets of 16 bytes"
+    definitions = _definitions(mailboxes, D)
+    definitions |= {"HAS_RESIDUAL": 1} if residual is not None else {}
+    definitions |= {"HAS_NORM": 1} if norm_weight is not None else {}
+    arguments = (partial, residual, norm_weight, float(eps), out, norm_out)
+    threads = definitions["THREADS"]
+    _launch("push_all_reduce_add", definitions, T, threads, mailboxes.turns[0], mailboxes, *arguments)
+
+
+def push_argmax(
+    values: torch.Tensor, ids: torch.Tensor, out_values: torch.Tensor, out_ids: torch.Tensor, mailboxes: Mailboxes
+) -> None:
+    """Find the largest of the ranks' values for each row, of equals the lowest id; a NaN is larger than any number.
+
+    Args:
+        values: (T,) fp32, this rank's largest.
+        ids: (T,) int64 below 2^31 that stand for them.
+        out_values: (T,) fp32, written in place.
+        out_ids: (T,) int64, written in place.
+        mailboxes: of this rank.
+    """
+    dims: dict[str, int] = {}
+    for name, x in (("values", values), ("out_values", out_values)):
+        expect(x, "T", torch.float32, dims, name=name)
+    for name, x in (("ids", ids), ("out_ids", out_ids)):
+        expect(x, "T", torch.int64, dims, name=name)
+    assert dims["T"] <= mailboxes.max_tokens, dims
+    assert all(x.is_contiguous() for x in (values, ids, out_values, out_ids))
+    definitions = _definitions(mailboxes, mailboxes.hidden_size)
+    arguments = (values, ids, out_values, out_ids, dims["T"])
+    _launch("push_argmax", definitions, 1, 32, mailboxes.turns[1], mailboxes, *arguments)
