@@ -16,6 +16,7 @@ from soloist.generation import Constraint, Generation
 from soloist.kernels.sampling import top_logprobs
 from soloist.prefix import PrefixStore
 from soloist.runtime.buffers import SamplingPlan
+from soloist.runtime.device_loop import DeviceLoop, check_device_loop
 from soloist.runtime.graph import Execution, StepGraph, StepQueue
 from soloist.runtime.ring import TokenRing
 from soloist.runtime.runner import ModelRunner
@@ -25,9 +26,12 @@ from soloist.spec.costs import StepCosts
 from soloist.spec.drafter import Drafter, NoDrafter
 from soloist.spec.simulate import accept_by_lot, solve_acceptance
 from soloist.spec.stats import DraftTotals
-from soloist.spec.switch import DraftSwitch
+from soloist.spec.switch import WINDOW_STEPS, DraftSwitch
 from soloist.spec.verify import Rule, accept, finish
 from soloist.spec.width import WidthRule
+
+# Steps of one launch of a device loop: few enough for a small ring, so many that the next launch costs nothing.
+_LOOP_STEPS = 64
 
 
 class Engine:
@@ -75,15 +79,19 @@ class Engine:
             )
         device = buffers.input_ids.device
         self.execution = execution or Execution.best_for(device)
-        # One slot is read while the steps ahead of it and the next one are written.
+        if self.execution.has_device_loop:
+            check_device_loop(device)
+        # One slot is read while the steps ahead of it and the next one, or two loops, are written.
         self.ring = TokenRing(
-            num_slots=self.execution.run_ahead + 2,
+            num_slots=2 * _LOOP_STEPS + 1 if self.execution.has_device_loop else self.execution.run_ahead + 2,
             max_width=buffers.max_width,
             num_tokens=buffers.num_tokens,
             device=device,
         )
         # Captured steps by plan; they share one memory pool, since one runs at a time.
         self._graphs: dict[tuple[SamplingPlan, bool], StepGraph] = {}
+        # The same steps in loops, for an execution that has them.
+        self._loops: dict[tuple[SamplingPlan, bool], DeviceLoop] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.execution.is_captured else None
         # On the CPU the width can be read for nothing, and padding rows would cost; a captured step has all rows.
         self._reads_width = device.type == "cpu"
@@ -120,6 +128,7 @@ class Engine:
         self.width_rule = WidthRule(costs, has_confidences=has_confidences, device=device)
         self.drafter.width_rule = self.width_rule
         self.switch = DraftSwitch(costs)
+        self._loops.clear()
         self._graphs.clear()
 
     @property
@@ -158,8 +167,14 @@ class Engine:
 
         Raises:
             ContextLengthError: the prompt, or prompt and answer, do not fit into the context.
-            UsageError: the prompt is empty, or a token id is not in the vocabulary.
+            UsageError: the prompt is empty, a token id is not in the vocabulary, or a constraint is asked of steps in a
+                device loop.
         """
+        if constraint is not None and self.execution.has_device_loop:
+            raise UsageError(
+                "a grammar is decided on the host between steps, and a device loop has no such place: load the model"
+                " without --device-loop"
+            )
         self._check_ids("the prompt", prompt_ids)
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", tuple(params.logit_bias))
@@ -212,6 +227,9 @@ class Engine:
                 step = self.make_step(plan, is_drafting=is_drafting)
                 graph = StepGraph(step, has_pdl=self.execution.has_pdl, pool=self._pool)
                 self._graphs[plan, is_drafting] = graph
+                if self.execution.has_device_loop:
+                    loop = DeviceLoop(graph, self.runner.buffers.num_left, max_steps=self._steps_per_launch)
+                    self._loops[plan, is_drafting] = loop
             if state is not None:
                 self.drafter.restore(state)
         self.ring.reset()
@@ -219,15 +237,27 @@ class Engine:
     def open_queue(self, plan: SamplingPlan, constraint: Constraint | None, num_top: int | None) -> StepQueue:
         """Give the steps of a request whose buffers are set and whose prompt is read."""
         is_captured = constraint is None and self.execution.is_captured
-        launches = [
-            self._graphs[plan, is_drafting].replay
-            if is_captured
-            else self.make_step(plan, constraint, is_drafting=is_drafting)
-            for is_drafting in ((True,) if self.switch is None else (True, False))
-        ]
-        launch = launches[0] if self.switch is None else self._switched(*launches)
-        run_ahead = self.execution.run_ahead if is_captured else 0
-        return StepQueue(launch, self.ring, run_ahead=run_ahead, num_top=num_top)
+
+        def launch_of(is_drafting: bool) -> Callable[[], None]:
+            if not is_captured:
+                return self.make_step(plan, constraint, is_drafting=is_drafting)
+            if self.execution.has_device_loop:
+                return self._loops[plan, is_drafting].launch
+            return self._graphs[plan, is_drafting].replay
+
+        launch = launch_of(True) if self.switch is None else self._switched(launch_of(True), launch_of(False))
+        steps_per_launch, run_ahead = self._steps_per_launch, self.execution.run_ahead if is_captured else 0
+        if self.execution.has_device_loop and self.switch is None:
+            # The next loop waits behind the one that runs.
+            run_ahead = steps_per_launch
+        return StepQueue(launch, self.ring, run_ahead=run_ahead, num_top=num_top, steps_per_launch=steps_per_launch)
+
+    @property
+    def _steps_per_launch(self) -> int:
+        """Steps of one launch; a loop ends where the switch decides."""
+        if not self.execution.has_device_loop:
+            return 1
+        return _LOOP_STEPS if self.switch is None else WINDOW_STEPS
 
     def _switched(self, drafting: Callable[[], None], plain: Callable[[], None]) -> Callable[[], None]:
         """Let the switch choose each step as it is enqueued."""

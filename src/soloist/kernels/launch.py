@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from itertools import count
 from typing import Any
 
 import torch
@@ -35,6 +36,10 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "") == "1"
 _NUM_COUNTERS = 1 << 16
 
 _pdl: ContextVar[bool] = ContextVar("pdl", default=True)
+# Tells of each launch whether it is delayed; None: none is.
+_delays: ContextVar[Iterator[bool] | None] = ContextVar("delays", default=None)
+# Value of the constexpr `PDL` of a delayed kernel.
+_DELAYED = 2
 
 
 @contextmanager
@@ -47,10 +52,31 @@ def programmatic_launch(is_enabled: bool) -> Iterator[None]:
         _pdl.reset(token)
 
 
+@contextmanager
+def delayed_producers(phase: int) -> Iterator[None]:
+    """Delay every second kernel launched inside the block, from the one of number `phase`, 0 or 1, on: for tests.
+
+    A delayed kernel lets consumers start, sleeps 100 us, and only then writes: a consumer that does not wait reads what
+    was there before. Its own consumer is not delayed, or it would sleep through its mistake.
+    """
+    token = _delays.set(i % 2 == phase for i in count())
+    try:
+        yield
+    finally:
+        _delays.reset(token)
+
+
+def has_delays() -> bool:
+    """Say whether kernels are delayed here."""
+    return _delays.get() is not None
+
+
 def pdl_options() -> dict[str, Any]:
     """Keyword arguments that launch a kernel with, or without, PDL: its constexpr `PDL` and the launch attribute."""
-    is_enabled = _pdl.get() and not IS_INTERPRETED
-    return {"PDL": True, "launch_pdl": True} if is_enabled else {"PDL": False}
+    if not _pdl.get() or IS_INTERPRETED:
+        return {"PDL": False}
+    delays = _delays.get()
+    return {"PDL": _DELAYED if delays is not None and next(delays) else True, "launch_pdl": True}
 
 
 @cache
@@ -76,6 +102,17 @@ if HAS_TRITON:
         """Allow the next kernel of the stream to start; it waits for this one's end by itself."""
         if PDL:
             tl.extra.cuda.gdc_launch_dependents()
+        # `_DELAYED`: see `delayed_producers`.
+        if PDL == 2:
+            tl.inline_asm_elementwise(
+                "{ .reg .u64 begin, now; .reg .pred p; mov.u64 begin, %globaltimer; again: mov.u64 now, %globaltimer;"
+                " sub.u64 now, now, begin; setp.lt.u64 p, now, 100000; @p bra again; mov.u32 $0, 0; }",
+                "=r,r",
+                [tl.program_id(0)],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
 
     @triton.jit
     def is_last_arriver(counter_ptr, num_programs):

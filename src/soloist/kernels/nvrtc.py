@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from soloist.kernels.launch import pdl_options
+from soloist.kernels.launch import has_delays, pdl_options
 
 try:
     from cuda.bindings import driver, nvrtc
@@ -21,6 +21,15 @@ except ImportError:
     HAS_NVRTC = False
 else:
     HAS_NVRTC = True
+
+
+# How a kernel lets its consumers start, and what delays it behind that: see `delayed_producers`.
+_TRIGGER = 'asm volatile("griddepcontrol.launch_dependents;" ::: "memory");'
+_DELAY = """{
+    unsigned long long begin_ns, now_ns;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin_ns));
+    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now_ns)); while (now_ns - begin_ns < 100000);
+}"""
 
 
 def _check(result: tuple[Any, ...]) -> Any:
@@ -44,7 +53,6 @@ def _compile(source: str, name: str, definitions: tuple[tuple[str, str], ...], c
     return cubin
 
 
-@cache
 def load_kernel(source: str, name: str, definitions: tuple[tuple[str, str], ...], device: torch.device) -> Any:
     """Compile and load one `extern "C"` kernel for a device.
 
@@ -54,6 +62,11 @@ def load_kernel(source: str, name: str, definitions: tuple[tuple[str, str], ...]
         definitions: preprocessor names and values: sizes fixed at compile time.
         device: a CUDA device; its context is current.
     """
+    return _load(source.replace(_TRIGGER, _TRIGGER + _DELAY) if has_delays() else source, name, definitions, device)
+
+
+@cache
+def _load(source: str, name: str, definitions: tuple[tuple[str, str], ...], device: torch.device) -> Any:
     cubin = _compile(source, name, definitions, torch.cuda.get_device_capability(device))
     module = _check(driver.cuModuleLoadData(cubin))
     return _check(driver.cuModuleGetFunction(module, name.encode()))

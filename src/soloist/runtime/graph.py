@@ -31,12 +31,16 @@ class Execution:
     run_ahead: int
     # Launch kernels so that each prepares while the one before it ends.
     has_pdl: bool
+    # Let the device begin the next step by itself, many a launch.
+    has_device_loop: bool = False
 
     def __post_init__(self) -> None:
         if self.run_ahead < 0:
             raise UsageError(f"run_ahead is {self.run_ahead}; allowed: 0 and more")
-        if not self.is_captured and (self.run_ahead or self.has_pdl):
-            raise UsageError("run-ahead and PDL need captured steps: add --graph, or leave both out")
+        if not self.is_captured and (self.run_ahead or self.has_pdl or self.has_device_loop):
+            raise UsageError("run-ahead, PDL and the device loop need captured steps: add --graph, or leave them out")
+        if self.has_device_loop and self.run_ahead:
+            raise UsageError("a device loop has no need of run-ahead: leave --run-ahead out, or --device-loop")
 
     @classmethod
     def best_for(cls, device: torch.device) -> Self:
@@ -82,27 +86,48 @@ class StepQueue:
     """The steps of one request: enqueues ahead, hands out records in order.
 
     Args:
-        launch: enqueues one step.
+        launch: enqueues `steps_per_launch` steps.
         ring: where steps publish.
         run_ahead: steps beyond the one that is waited for.
         num_top: alternatives that `TokenRing.poll` reads.
+        steps_per_launch: above 1, of a device loop: fewer run where the answer ends.
     """
 
-    def __init__(self, launch: Callable[[], None], ring: TokenRing, *, run_ahead: int, num_top: int | None) -> None:
-        assert ring.num_slots >= run_ahead + 2, "a record may not be overwritten before it is read"
+    def __init__(
+        self,
+        launch: Callable[[], None],
+        ring: TokenRing,
+        *,
+        run_ahead: int,
+        num_top: int | None,
+        steps_per_launch: int = 1,
+    ) -> None:
+        assert ring.num_slots > run_ahead + steps_per_launch, "a record may not be overwritten before it is read"
         self._launch, self._ring, self._run_ahead, self._num_top = launch, ring, run_ahead, num_top
+        self._steps_per_launch = steps_per_launch
         self._num_in_flight = 0
 
     def next(self) -> StepRecord:
         """Take the next step's record; enqueues as many steps as may be ahead."""
         while self._num_in_flight <= self._run_ahead:
             self._launch()
-            self._num_in_flight += 1
+            self._num_in_flight += self._steps_per_launch
         return self._take()
 
     def drain(self) -> list[StepRecord]:
         """Take what is in flight; steps behind an answer's end commit nothing."""
-        return [self._take() for _ in range(self._num_in_flight)]
+        if self._steps_per_launch == 1:
+            return [self._take() for _ in range(self._num_in_flight)]
+        # How many steps a loop has run is known when it has ended.
+        records: list[StepRecord] = []
+        is_over = self._num_in_flight == 0
+        while not is_over:
+            is_over = torch.cuda.current_stream().query()
+            while (record := self._ring.poll(self._num_top)) is not None:
+                records.append(record)
+            time.sleep(0 if is_over else _POLL_S)
+        self._num_in_flight = 0
+        return records
 
     def _take(self) -> StepRecord:
         record = self._ring.poll(self._num_top)
