@@ -253,6 +253,31 @@ def test_a_server_is_ready_once_it_has_made_a_token(say):
     assert client.post("/v1/chat/completions", ASK).json["choices"][0]["message"]["content"] == "ab"
 
 
+def test_health_notices_a_step_that_hangs(tokenizer, serve, monkeypatch):
+    # Field report 112: the routes answer, but no token is made.
+    llm = scripted_llm(tokenizer, ["ab", "cd"])
+    client = serve(llm, stuck_after_s=0.2)
+    hangs, real = threading.Event(), llm.engine.runner.model.forward
+    monkeypatch.setattr(
+        llm.engine.runner.model, "forward", lambda *args, **kwargs: (hangs.wait(10), real(*args, **kwargs))[1]
+    )
+
+    async def probe() -> list[Response]:
+        task = asyncio.ensure_future(client.call("POST", "/v1/chat/completions", ASK))
+        await asyncio.sleep(0.05)
+        early = await client.call("GET", "/health")
+        await asyncio.sleep(0.3)
+        late = [await client.call("GET", path) for path in ("/health", "/ready")]
+        hangs.set()
+        return [early, *late, await task, await client.call("GET", "/health")]
+
+    early, late, ready, answer, after = client.run(probe())
+    assert early.status == 200 and early.json["running"] == 1
+    assert late.status == 503 and late.json["status"] == "stuck" and late.json["silent_s"] > 0.2
+    assert ready.status == 503
+    assert answer.status == after.status == 200 and after.json["silent_s"] == 0
+
+
 def test_the_line_survives_work_that_fails():
     queue = WorkQueue(max_waiting=3)
 

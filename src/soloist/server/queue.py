@@ -58,6 +58,7 @@ class Job:
 
     def put(self, item: Any) -> None:
         """Hand something over to the waiting client; from the working thread."""
+        self._queue.note_progress()
         # The loop is gone when the server is: nobody waits any more.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._items.put_nowait, item)
@@ -109,6 +110,8 @@ class WorkQueue:
         self._max_waiting = max_waiting
         self._waiting: deque[Job] = deque()
         self._running: Job | None = None
+        # When the running job last got on.
+        self._progress_s = time.monotonic()
         self._is_closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="soloist-engine", daemon=True)
@@ -118,6 +121,15 @@ class WorkQueue:
     def num_running(self) -> int:
         """0 or 1."""
         return int(self._running is not None)
+
+    def note_progress(self) -> None:
+        """Say that the running job gets on; from the working thread."""
+        self._progress_s = time.monotonic()
+
+    @property
+    def silent_s(self) -> float:
+        """For how long the running job has not got on; 0 where nothing runs."""
+        return time.monotonic() - self._progress_s if self._running is not None else 0.0
 
     @property
     def num_waiting(self) -> int:
@@ -173,6 +185,7 @@ class WorkQueue:
                 self._changed.wait_for(lambda: self._waiting or self._is_closed)
                 if not self._waiting:
                     return
+                self.note_progress()
                 self._running = self._waiting.popleft()
             try:
                 self._running.run()

@@ -97,14 +97,18 @@ class Reply:
         self._is_over = False
 
     def _work(self) -> Iterator[Delta]:
-        if self.ask.wants_progress:
-            self._generation.on_prefill = lambda done, total: self._job.put(Progress(num_done=done, num_total=total))
+        self._generation.on_prefill = self._note_prefill
         try:
             for delta in self._stream:
                 self._service.last_token_s = time.monotonic()
                 yield delta
         finally:
             self._stream.close()
+
+    def _note_prefill(self, num_done: int, num_total: int) -> None:
+        self._service.queue.note_progress()
+        if self.ask.wants_progress:
+            self._job.put(Progress(num_done=num_done, num_total=num_total))
 
     async def parts(self, silence_s: float | None = None) -> AsyncIterator[Delta | Progress | None]:
         """Give the answer's parts, and end its work when the reader stops reading.
@@ -401,6 +405,13 @@ class Service:
 
         async for _ in self.queue.submit(work).items():
             pass
+
+    @property
+    def status(self) -> str:
+        """Whether requests are worked on: ok, stuck (the running one does not get on), or failed."""
+        if not self.queue.is_alive:
+            return "failed"
+        return "stuck" if self.queue.silent_s > self.settings.stuck_after_s else "ok"
 
     def explain(self, generation: Generation) -> str:
         """Say in words how much of a prompt was kept and why not more, with the text where it leaves what is kept."""

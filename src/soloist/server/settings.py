@@ -40,6 +40,8 @@ class ServerSettings:
     """Requests that may wait for the running one."""
     keep_alive_s: float = 5.0
     """Silence in a stream, on a wall clock, after which a comment is sent."""
+    stuck_after_s: float = 120.0
+    """Time without a token, and without a piece of the prompt read, after which a running request counts as stuck."""
     bandwidth_gb_per_s: float | None = None
     """Measured read bandwidth, for the share of the floor that an answer reached. None: not measured."""
 
@@ -51,8 +53,8 @@ class ServerSettings:
             )
         if self.api_key is not None and not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
             raise UsageError("the API key is empty or holds characters that no header can carry")
-        if self.max_body_bytes < 1 or self.max_waiting < 0 or self.keep_alive_s <= 0:
-            raise UsageError("max_body_bytes and keep_alive_s are above 0, max_waiting at least 0")
+        if self.max_body_bytes < 1 or self.max_waiting < 0 or self.keep_alive_s <= 0 or self.stuck_after_s <= 0:
+            raise UsageError("max_body_bytes, keep_alive_s and stuck_after_s are above 0, max_waiting at least 0")
 
     @property
     def is_loopback(self) -> bool:

@@ -20,21 +20,21 @@ def state_routes(service: Service) -> APIRouter:
 
     @router.get("/health")
     async def health() -> Response:
-        """Say whether the server lives: the working thread runs, and when it last made a token."""
+        """Say whether the server lives and works: a request that runs gets on, and when a token was last made."""
         token_s = None if service.last_token_s is None else round(time.monotonic() - service.last_token_s, 3)
-        is_alive = service.queue.is_alive
         content = {
-            "status": "ok" if is_alive else "failed",
+            "status": service.status,
             "last_token_age_s": token_s,
+            "silent_s": round(service.queue.silent_s, 3),
             "running": service.queue.num_running,
             "waiting": service.queue.num_waiting,
         }
-        return JSONResponse(content, 200 if is_alive else 503)
+        return JSONResponse(content, 200 if content["status"] == "ok" else 503)
 
     @router.get("/ready")
     async def ready() -> Response:
         """Say whether the model has made a token since the server started."""
-        is_ready = service.last_token_s is not None and service.queue.is_alive
+        is_ready = service.last_token_s is not None and service.status == "ok"
         return JSONResponse({"status": "ready" if is_ready else "loading"}, 200 if is_ready else 503)
 
     @router.get("/v1/models")
