@@ -10,7 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from soloist.generation import RequestStats
 
 if TYPE_CHECKING:
-    from soloist.server.service import Gaps, Service
+    from soloist.server.reply import Gaps
+    from soloist.server.service import Service
 
 _TOKEN_BUCKETS = (
     0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.1, 0.25, 1.0,

@@ -15,8 +15,9 @@ from soloist.server.api.model_name import check_model
 from soloist.server.failures import failure_of
 from soloist.server.protocol.openai import ChatRequest
 from soloist.server.rendering import Rendered, render_chat
+from soloist.server.reply import Ask, Progress, Reply
 from soloist.server.reply_text import Piece, Reasoning, SplitText
-from soloist.server.service import Ask, Progress, Reply, Service
+from soloist.server.service import Service
 from soloist.server.stream import DONE, KEEP_ALIVE, EventStream, complete, event
 from soloist.server.tool_calls import CallArguments, CallBegin, Text
 

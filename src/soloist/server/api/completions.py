@@ -16,7 +16,8 @@ from soloist.server.api.chat import FINISH_REASONS, added_usage, progress, token
 from soloist.server.api.model_name import check_model
 from soloist.server.failures import failure_of
 from soloist.server.protocol.openai import CompletionRequest
-from soloist.server.service import Ask, Progress, Reply, Service
+from soloist.server.reply import Ask, Progress, Reply
+from soloist.server.service import Service
 from soloist.server.stream import DONE, KEEP_ALIVE, EventStream, complete, event
 from soloist.tokenizer import Tokenizer
 

@@ -13,8 +13,9 @@ from soloist.server.api.model_name import check_model
 from soloist.server.failures import failure_of
 from soloist.server.protocol.anthropic import CountRequest, MessagesRequest
 from soloist.server.rendering import Rendered, render_chat
+from soloist.server.reply import Ask, Reply
 from soloist.server.reply_text import Piece, Reasoning
-from soloist.server.service import Ask, Reply, Service
+from soloist.server.service import Service
 from soloist.server.stream import KEEP_ALIVE, EventStream, complete, event
 from soloist.server.tool_calls import CallArguments, CallBegin, Text
 

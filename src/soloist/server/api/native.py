@@ -15,7 +15,8 @@ from soloist.server.api.completions import infill_params
 from soloist.server.api.model_name import check_model
 from soloist.server.failures import failure_of
 from soloist.server.protocol.llama_cpp import ExtraFile, InfillRequest, NativeCompletionRequest, NativeFields
-from soloist.server.service import Answer, Ask, Progress, Reply, Service
+from soloist.server.reply import Answer, Ask, Progress, Reply
+from soloist.server.service import Service
 from soloist.server.stream import KEEP_ALIVE, EventStream, complete, event
 from soloist.tokenizer import Tokenizer
 
