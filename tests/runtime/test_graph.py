@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from soloist.engine import Engine
 from soloist.errors import UsageError
 from soloist.models import load_model
 from soloist.models.cache import StepKind
@@ -18,16 +17,9 @@ from soloist.runtime import graph
 from soloist.runtime.buffers import FinishCode, SamplingPlan
 from soloist.runtime.graph import Execution, StepQueue
 from soloist.runtime.ring import TokenRing
-from soloist.runtime.runner import ModelRunner
 from soloist.sampling_params import SamplingParams
-from tests.miniature import FAMILIES, write_checkpoint
-from tests.scripted import RandomDrafter
-
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are a GPU's")
-
-EAGER = Execution(is_captured=False, run_ahead=0, has_pdl=False)
-CAPTURED = Execution(is_captured=True, run_ahead=0, has_pdl=False)
-BEST = Execution(is_captured=True, run_ahead=2, has_pdl=True)
+from tests.miniature import write_checkpoint
+from tests.runtime.gpu_models import BEST, CAPTURED, EAGER, PARAMS, make_engine, needs_gpu, prompt_of, state_of
 
 
 def i32(x: int) -> torch.Tensor:
@@ -40,6 +32,8 @@ def i32(x: int) -> torch.Tensor:
         ({"is_captured": True, "run_ahead": -1, "has_pdl": True}, "run_ahead is -1; allowed: 0 and more"),
         ({"is_captured": False, "run_ahead": 1, "has_pdl": False}, "need captured steps: add --graph"),
         ({"is_captured": False, "run_ahead": 0, "has_pdl": True}, "need captured steps: add --graph"),
+        ({"is_captured": False, "run_ahead": 0, "has_pdl": False, "has_device_loop": True}, "need captured steps"),
+        ({"is_captured": True, "run_ahead": 2, "has_pdl": True, "has_device_loop": True}, "leave --run-ahead out"),
     ],
 )
 def test_what_needs_a_graph_is_refused_without_one(settings: dict, message: str):
@@ -161,97 +155,18 @@ def test_a_record_that_appears_while_the_device_is_asked_is_taken(monkeypatch: p
 
 # --- models ---
 
-# Sizes that a GPU's kernels take: heads of powers of two, experts in 32s.
-_GPU_SIZES: dict[str, dict] = {
-    "llama": {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 264},
-    "qwen2": {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 200},
-    "qwen3": {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 6, "num_key_value_heads": 3},
-    "bailing_moe_v3": {
-        "hidden_size": 96,
-        "head_dim": 32,
-        "intermediate_size": 160,
-        "kv_lora_rank": 64,
-        "moe_intermediate_size": 32,
-        "moe_shared_expert_intermediate_size": 64,
-        "num_experts": 64,
-        "qk_head_dim": 48,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 16,
-        "rotary_dim": 16,
-        "v_head_dim": 64,
-    },
-    "kimi_linear": {
-        "hidden_size": 112,
-        "intermediate_size": 144,
-        "kv_lora_rank": 64,
-        "linear_attn_config": {
-            "full_attn_layers": [3, 5],
-            "head_dim": 16,
-            "kda_layers": [1, 2, 4],
-            "num_heads": 5,
-            "short_conv_kernel_size": 4,
-        },
-        "moe_intermediate_size": 48,
-        "num_experts": 32,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 64,
-    },
-}
-# Past them lies the longest prompt's step, a prompt's chunk and its rest.
-PROMPT_TOKENS = 37
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(params=FAMILIES)
-def model(request: pytest.FixtureRequest, folder: Path) -> CausalLM:
-    family = request.param
-    path = folder / family
-    if not path.exists():
-        write_checkpoint(path, family, seed=3, **_GPU_SIZES[family])
-    return load_model(path, dtype=torch.bfloat16, device="cuda")
-
-
-def make_engine(model: CausalLM, execution: Execution, max_drafts: int = 0) -> Engine:
-    drafter = None
-    if max_drafts:
-        N = model.config.vocab_size
-        drafter = RandomDrafter(max_drafts=max_drafts, vocab_size=N, has_draft_law=False, sharpness=0.1)
-        drafter.laws = drafter.laws.to(model.device)
-    runner = ModelRunner(model, max_context_len=200, max_width=1 + max_drafts, chunk_tokens=24)
-    return Engine(runner, drafter, eos_token_ids=(), execution=execution)
-
-
-def prompt_of(model: CausalLM, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(model.config.vocab_size, (PROMPT_TOKENS,), generator=generator).tolist()
-
-
-PARAMS = {
-    # The seed is the drafter's: which rows are drafts must not differ from run to run.
-    "greedy": SamplingParams(max_tokens=40, logprobs=3, seed=5),
-    "sampled": SamplingParams(max_tokens=40, temperature=0.8, top_p=0.9, min_p=0.01, seed=5, repetition_penalty=1.1),
-}
-
-
-def state_of(engine: Engine) -> list[torch.Tensor]:
-    """What the cache holds of the sequence."""
-    snapshot = engine.runner.cache.snapshot()
-    return [torch.tensor(snapshot.context_len), *snapshot.tensors.values()]
-
 
 @needs_gpu
+@pytest.mark.parametrize("has_draft_law", [False, True], ids=["chosen drafts", "drawn drafts"])
 @pytest.mark.parametrize("max_drafts", [0, 4, 15])
 @pytest.mark.parametrize("kind", PARAMS)
-def test_a_replayed_step_is_the_eager_one_bit_for_bit(model: CausalLM, kind: str, max_drafts: int):
-    """The log probabilities of greedy steps and the whole state are compared with `torch.equal`."""
+def test_a_replayed_step_is_the_eager_one_bit_for_bit(model: CausalLM, kind: str, max_drafts: int, has_draft_law: bool):
+    """Log probabilities and the whole state are compared with `torch.equal`."""
+    if has_draft_law and not (max_drafts and kind == "everything"):
+        pytest.skip("a law is compared where something is drafted and drawn")
     texts, logprobs, states = [], [], []
     for execution in (EAGER, CAPTURED, BEST):
-        engine = make_engine(model, execution, max_drafts)
+        engine = make_engine(model, execution, max_drafts, has_draft_law=has_draft_law)
         # The second request replays what the first one captured.
         for prompt in (prompt_of(model, 1), prompt_of(model)):
             results = list(engine.generate(prompt, PARAMS[kind]))

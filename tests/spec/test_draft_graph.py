@@ -19,7 +19,7 @@ from soloist.spec.ngram import PromptLookup
 from soloist.spec.setup import DrafterSetup
 from soloist.step_costs import measure
 from tests.miniature import write_checkpoint
-from tests.runtime.test_graph import _GPU_SIZES, BEST, EAGER
+from tests.runtime.gpu_models import BEST, EAGER, GPU_SIZES
 from tests.spec.drafters import prompt_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are a GPU's")
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(folder: Path, family: str, seed: int) -> tuple[CausalLM, Path]:
     path = folder / f"{family}-{seed}"
     if not path.exists():
-        write_checkpoint(path, family, seed=seed, **(_GPU_SIZES[family] | {"vocab_size": 131}))
+        write_checkpoint(path, family, seed=seed, **(GPU_SIZES[family] | {"vocab_size": 131}))
     return load_model(path, dtype=torch.bfloat16, device="cuda"), path
 
 
