@@ -275,7 +275,7 @@ def test_health_notices_a_step_that_hangs(tokenizer, serve, monkeypatch):
     assert early.status == 200 and early.json["running"] == 1
     assert late.status == 503 and late.json["status"] == "stuck" and late.json["silent_s"] > 0.2
     assert ready.status == 503
-    assert answer.status == after.status == 200 and after.json["silent_s"] == 0
+    assert answer.status == after.status == 200 and after.json["silent_s"] < 0.2
 
 
 def test_the_line_survives_work_that_fails():
