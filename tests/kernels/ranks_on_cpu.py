@@ -81,7 +81,7 @@ class Ranks:
         world_size: int,
         max_tokens: int,
         hidden_size: int,
-        timeout_s: float = 1e3,
+        timeout_s: float = 5.0,
         replaced: dict[str, int] | None = None,
     ) -> None:
         size = num_words(world_size, max_tokens=max_tokens, hidden_size=hidden_size)
