@@ -81,6 +81,10 @@ class Engine:
         self.execution = execution or Execution.best_for(device)
         if self.execution.has_device_loop:
             check_device_loop(device)
+        if device.type != "cuda" and self.execution != Execution.best_for(device):
+            raise UsageError(f"steps on {device} have one form: --graph and the other switches are those of a GPU's")
+        if not self.execution.has_bf16_head:
+            runner.widen_head()
         # One slot is read while the steps ahead of it and the next one, or two loops, are written.
         self.ring = TokenRing(
             num_slots=2 * _LOOP_STEPS + 1 if self.execution.has_device_loop else self.execution.run_ahead + 2,
@@ -89,9 +93,7 @@ class Engine:
             device=device,
         )
         # Captured steps by plan; they share one memory pool, since one runs at a time.
-        self._graphs: dict[tuple[SamplingPlan, bool], StepGraph] = {}
-        # The same steps in loops, for an execution that has them.
-        self._loops: dict[tuple[SamplingPlan, bool], DeviceLoop] = {}
+        self._graphs: dict[tuple[SamplingPlan, bool], StepGraph | DeviceLoop] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.execution.is_captured else None
         # On the CPU the width can be read for nothing, and padding rows would cost; a captured step has all rows.
         self._reads_width = device.type == "cpu"
@@ -128,7 +130,6 @@ class Engine:
         self.width_rule = WidthRule(costs, has_confidences=has_confidences, device=device)
         self.drafter.width_rule = self.width_rule
         self.switch = DraftSwitch(costs)
-        self._loops.clear()
         self._graphs.clear()
 
     @property
@@ -225,32 +226,39 @@ class Engine:
             self.drafter.begin(self.runner.buffers.input_ids[:1], plan)
             for is_drafting in (True,) if self.switch is None else (True, False):
                 step = self.make_step(plan, is_drafting=is_drafting)
-                graph = StepGraph(step, has_pdl=self.execution.has_pdl, pool=self._pool)
-                self._graphs[plan, is_drafting] = graph
-                if self.execution.has_device_loop:
-                    loop = DeviceLoop(graph, self.runner.buffers.num_left, max_steps=self._steps_per_launch)
-                    self._loops[plan, is_drafting] = loop
+                self._graphs[plan, is_drafting] = self.capture(step)
             if state is not None:
                 self.drafter.restore(state)
         self.ring.reset()
 
+    def capture(self, step: Callable[[], None]) -> StepGraph | DeviceLoop:
+        """Capture a step of this engine, which changes nothing now, in the form that the execution replays."""
+        graph = StepGraph(step, pool=self._pool)
+        if not self.execution.has_device_loop:
+            return graph
+        return DeviceLoop(graph, self.runner.buffers.num_left, max_steps=self._steps_per_launch)
+
     def open_queue(self, plan: SamplingPlan, constraint: Constraint | None, num_top: int | None) -> StepQueue:
         """Give the steps of a request whose buffers are set and whose prompt is read."""
         is_captured = constraint is None and self.execution.is_captured
+        launches = [
+            self._graphs[plan, is_drafting].replay
+            if is_captured
+            else self.make_step(plan, constraint, is_drafting=is_drafting)
+            for is_drafting in ((True,) if self.switch is None else (True, False))
+        ]
+        launch = launches[0] if self.switch is None else self._switched(*launches)
+        return self.queue(launch, num_top=num_top, is_captured=is_captured)
 
-        def launch_of(is_drafting: bool) -> Callable[[], None]:
-            if not is_captured:
-                return self.make_step(plan, constraint, is_drafting=is_drafting)
-            if self.execution.has_device_loop:
-                return self._loops[plan, is_drafting].launch
-            return self._graphs[plan, is_drafting].replay
-
-        launch = launch_of(True) if self.switch is None else self._switched(launch_of(True), launch_of(False))
-        steps_per_launch, run_ahead = self._steps_per_launch, self.execution.run_ahead if is_captured else 0
+    def queue(self, launch: Callable[[], None], *, num_top: int | None, is_captured: bool) -> StepQueue:
+        """Enqueue what `launch` does as the execution says, and take its records."""
+        run_ahead = self.execution.run_ahead if is_captured else 0
         if self.execution.has_device_loop and self.switch is None:
             # The next loop waits behind the one that runs.
-            run_ahead = steps_per_launch
-        return StepQueue(launch, self.ring, run_ahead=run_ahead, num_top=num_top, steps_per_launch=steps_per_launch)
+            run_ahead = self._steps_per_launch
+        return StepQueue(
+            launch, self.ring, run_ahead=run_ahead, num_top=num_top, steps_per_launch=self._steps_per_launch
+        )
 
     @property
     def _steps_per_launch(self) -> int:
@@ -285,6 +293,7 @@ class Engine:
         may_read_width = self._reads_width and buffers.max_width > 1
 
         @torch.inference_mode()
+        @self.execution.switches()
         def step() -> None:
             if is_drafting:
                 if width_rule is not None:
@@ -300,7 +309,7 @@ class Engine:
             num_rows = int(buffers.width) if may_read_width else buffers.max_width if is_drafting else 1
             hidden = runner.forward(num_rows)  # (T, D)
             logits = None
-            if plan.needs_logits:
+            if plan.needs_logits or not self.execution.has_bf16_head:
                 logits = runner.compute_logits(hidden)  # (T, N)
                 has_law = drafter.has_draft_law and num_rows > 1 and probability is None
                 target = make_target(logits, buffers, context_len, plan, has_draft_law=has_law)

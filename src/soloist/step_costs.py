@@ -107,7 +107,8 @@ def measure(engine: Engine) -> StepCosts:
         if not engine.execution.is_captured:
             return step
         buffers.end()
-        return StepGraph(step, has_pdl=engine.execution.has_pdl).replay
+        # Not in a loop: each is timed.
+        return StepGraph(step).replay
 
     def time_ms(launch: Callable[[], None]) -> float:
         if int(buffers.num_left) <= buffers.max_width:

@@ -135,10 +135,10 @@ def test_a_long_answer_takes_few_launches(model: CausalLM):
     want, _ = answer(make_engine(model, BEST), prompt_of(model), params)
     engine = make_engine(model, LOOPED)
     engine.prepare(SamplingPlan.of(params))
-    (loop,) = engine._loops.values()
+    (loop,) = engine._graphs.values()
     launches = []
-    launch = loop.launch
-    loop.launch = lambda: launches.append(launch())
+    replay = loop.replay
+    loop.replay = lambda: launches.append(replay())
     got, _ = answer(engine, prompt_of(model), params)
     # 64 steps each, and one behind the end at most.
     assert got == want and len(launches) in (3, 4)

@@ -36,6 +36,7 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "") == "1"
 _NUM_COUNTERS = 1 << 16
 
 _pdl: ContextVar[bool] = ContextVar("pdl", default=True)
+_fused_experts: ContextVar[bool] = ContextVar("fused_experts", default=True)
 # Tells of each launch whether it is delayed; None: none is.
 _delays: ContextVar[Iterator[bool] | None] = ContextVar("delays", default=None)
 # Value of the constexpr `PDL` of a delayed kernel.
@@ -50,6 +51,21 @@ def programmatic_launch(is_enabled: bool) -> Iterator[None]:
         yield
     finally:
         _pdl.reset(token)
+
+
+@contextmanager
+def fused_experts(is_enabled: bool) -> Iterator[None]:
+    """Run a step's experts in its own few launches, or as a prompt's (the `--fused-moe` rung)."""
+    token = _fused_experts.set(is_enabled)
+    try:
+        yield
+    finally:
+        _fused_experts.reset(token)
+
+
+def has_fused_experts() -> bool:
+    """Say whether a step's experts run in their own few launches."""
+    return _fused_experts.get()
 
 
 @contextmanager

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from soloist.errors import UnsupportedError
 from soloist.kernels.check import FLOATS, expect, use_reference
-from soloist.kernels.launch import HAS_TRITON
+from soloist.kernels.launch import HAS_TRITON, has_fused_experts
 from soloist.kernels.linear import linear, norm_linear, norm_swiglu
 from soloist.kernels.norm import rms_norm, rms_norm_ref
 
@@ -193,8 +193,7 @@ def moe(
     layer = (x, norm_weight, eps, router_weight, expert_bias, gate_up, down, shared_gate_up, shared_down, settings)
     if use_reference(x):
         return moe_ref(*layer, limit=limit, shared_limit=shared_limit, width=width, adds_residual=adds_residual)
-    if dims["T"] > moe_route_cuda.MAX_ROWS:
-        assert width is None, "only a step has padding rows"
+    if dims["T"] > moe_route_cuda.MAX_ROWS or not has_fused_experts():
         return _moe_prompt(*layer, limit=limit, shared_limit=shared_limit, adds_residual=adds_residual)
     num_shared, rest = divmod(dims.get("Fs", 0), dims["F"])
     assert rest == 0, f"a shared expert of {dims['Fs']} in slots of {dims['F']}"

@@ -94,7 +94,12 @@ class DeviceLoop:
         )
         return node
 
-    def launch(self) -> None:
+    @property
+    def raw_graph(self) -> int:
+        """The `cudaGraph_t` of one step."""
+        return self._step.raw_graph
+
+    def replay(self) -> None:
         """Enqueue the loop on the current stream; waits for nothing."""
         _checked(driver.cuGraphLaunch(self._executable, torch.cuda.current_stream().cuda_stream))
 

@@ -6,14 +6,15 @@ means, nobody here knows.
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 
 from soloist.errors import UsageError
-from soloist.kernels.launch import programmatic_launch
+from soloist.kernels.launch import fused_experts, programmatic_launch
 from soloist.runtime.ring import StepRecord, TokenRing
 
 # How long the host sleeps between two looks at the ring, and after how many seconds it asks the device what is wrong.
@@ -33,6 +34,10 @@ class Execution:
     has_pdl: bool
     # Let the device begin the next step by itself, many a launch.
     has_device_loop: bool = False
+    # Run a step's experts in its own few launches; False: as a prompt's.
+    has_fused_moe: bool = True
+    # Hold the output head as the model is held; False: a copy in fp32, and all logits.
+    has_bf16_head: bool = True
 
     def __post_init__(self) -> None:
         if self.run_ahead < 0:
@@ -41,6 +46,12 @@ class Execution:
             raise UsageError("run-ahead, PDL and the device loop need captured steps: add --graph, or leave them out")
         if self.has_device_loop and self.run_ahead:
             raise UsageError("a device loop has no need of run-ahead: leave --run-ahead out, or --device-loop")
+
+    @contextmanager
+    def switches(self) -> Iterator[None]:
+        """Launch the kernels of a step as the switches say."""
+        with programmatic_launch(self.has_pdl), fused_experts(self.has_fused_moe):
+            yield
 
     @classmethod
     def best_for(cls, device: torch.device) -> Self:
@@ -55,15 +66,14 @@ class StepGraph:
     Args:
         step: launches one step on the current stream; its shapes and addresses never change. It is run twice here, so
             the caller sees to it that the step changes nothing (`num_left` is 0).
-        has_pdl: whether kernels carry the programmatic launch attribute.
         pool: handle of the memory pool that graphs of one engine share, since no two of them run at once.
     """
 
-    def __init__(self, step: Callable[[], None], *, has_pdl: bool, pool: Any = None) -> None:
+    def __init__(self, step: Callable[[], None], *, pool: Any = None) -> None:
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)
         self._stream = torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
-        with programmatic_launch(has_pdl), torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream):
             # Compiles what is not compiled yet.
             step()
             self._stream.synchronize()

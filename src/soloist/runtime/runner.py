@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 
 from soloist.errors import UsageError
 from soloist.models.cache import StepKind
@@ -53,6 +54,8 @@ class ModelRunner:
         chunk_tokens: int | None = None,
     ) -> None:
         self.model = model
+        # (N, D) fp32, where it is not the model's own that is used.
+        self._fp32_head: torch.Tensor | None = None
         limit = model.config.max_position_embeddings
         wanted = limit if max_context_len is None else max_context_len
         if wanted < 2:
@@ -123,8 +126,15 @@ class ModelRunner:
         input_ids = buffers.input_ids[:num_rows]
         return self.model.forward(input_ids, self.cache, kind, width=buffers.width, capture=self.capture)
 
+    def widen_head(self) -> None:
+        """From now on compute logits with a copy of the output head in fp32: what `--bf16-head` is measured against."""
+        assert isinstance(self.model.lm_head, torch.Tensor)
+        self._fp32_head = self.model.lm_head.float()  # (N, D)
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Give the logits (T, N) fp32 of the tokens that may be drawn."""
+        if self._fp32_head is not None:
+            return F.linear(self.model.final_norm(hidden).float(), self._fp32_head)[:, : self.buffers.num_tokens]
         return self.model.compute_logits(hidden)[:, : self.buffers.num_tokens]
 
     def commit(self, num_committed: torch.Tensor, num_rows: int) -> None:
