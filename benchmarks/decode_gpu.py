@@ -162,7 +162,7 @@ def time_width(model: CausalLM, width: int, execution: Execution, bandwidth: flo
         stamp_kernel[(1,)](times, counter, WHICH=1, COUNTS=True)
 
     buffers.end()
-    graph = StepGraph(step, has_pdl=execution.has_pdl)
+    graph = StepGraph(step)
     prompt = torch.randint(model.config.vocab_size, (CONTEXT_LEN,), device="cuda")
     prefill_ms = []
     for _ in range(2):
