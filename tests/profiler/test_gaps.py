@@ -1,11 +1,13 @@
 """Bubbles: how much the GPU idles, and which wait or which line of the host is behind it."""
 
+from collections.abc import Callable
+
 import pytest
 
-from soloist.profiler.analysis import analyse
+from soloist.profiler.analysis import Analysis, analyse
 from soloist.profiler.gaps import GapKind
 from soloist.profiler.kineto import parse_trace
-from soloist.profiler.trace import Frame
+from soloist.profiler.trace import Frame, Trace
 from tests.profiler.decoding import NUM_STEPS, STEP_US, analysis_of, decode, enqueue_step, read_item, trace_of
 from tests.profiler.simulated import Machine
 
@@ -129,8 +131,8 @@ def test_shares_of_kernels_add_up():
     assert next(kernel for kernel in kernels if kernel.name == "mlp").count == 7
 
 
-def test_names_of_traced_steps_are_lent_to_steps_without():
-    machine = decode(read_item)
+def half_named(machine: Machine) -> Trace:
+    """Read what the machine wrote, as if Python lines had been recorded in its first half only."""
     trace = trace_of(machine)
     calls = [call for call in trace.calls if call.start_us > 1000]
     switch_us = calls[len(calls) // 2].start_us
@@ -142,13 +144,49 @@ def test_names_of_traced_steps_are_lent_to_steps_without():
     for samples in trace.samples.values():
         for sample in samples:
             sample.stack = sample.stack if sample.time_us < switch_us else ()
-    analysis = analyse(trace)
+    return trace
+
+
+def test_names_of_traced_steps_are_lent_to_steps_without():
+    analysis = analyse(half_named(decode(read_item)))
     (wait,) = analysis.waits
     assert wait.place.where == "sampler.py:212" and wait.count == 1.0
     assert wait.place.text == "token = logits.argmax().item()"
     assert analysis.num_steps < NUM_STEPS // 2 + 2
     overhead = analysis.overhead
     assert overhead.named_step_ms is not None and overhead.plain_step_ms is not None
+
+
+def test_a_wait_of_every_third_step_is_lent_its_name_by_such_a_step():
+    num_steps = 0
+
+    def read_sometimes(machine: Machine) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps % 3 == 0:
+            read_item(machine)
+
+    (wait,) = analyse(half_named(decode(read_sometimes))).waits
+    assert wait.place.where == "sampler.py:212" and wait.count == pytest.approx(1 / 3, abs=0.1)
+
+
+def test_what_waits_cost_does_not_count_pauses_that_are_there_without_them():
+    def decode_slowly(behind_step: Callable[[Machine], None] | None) -> Analysis:
+        machine = Machine()
+        for _ in range(NUM_STEPS):
+            for _ in range(8):
+                machine.launch("kernel", 50.0)
+                # Between kernels that are enqueued, short and long.
+                machine.free_us[7] += 3.0
+            machine.free_us[7] += 12.0
+            machine.launch("argmax", 6.0)
+            if behind_step is not None:
+                behind_step(machine)
+        return analysis_of(machine)
+
+    reading, clean = decode_slowly(read_item), decode_slowly(None)
+    assert clean.loss_ms == 0 and clean.idle_share > 0.05
+    assert reading.loss_ms == pytest.approx(reading.step_ms - clean.step_ms, rel=0.1)
 
 
 def test_a_trace_without_stacks_still_counts_its_waits():

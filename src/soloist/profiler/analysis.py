@@ -117,7 +117,7 @@ class Analysis:
     busy_ms: float
     syncs_per_step: float
     blocked_ms: float
-    # What a step would be shorter by, at most, if the host never waited.
+    # What a step would be shorter by if the host never waited: then the slower of host and GPU decides.
     loss_ms: float
     waits: tuple[WaitLine, ...]
     gaps: tuple[GapLine, ...]
@@ -158,6 +158,8 @@ def analyse(trace: Trace, *, max_steps: int = DEFAULT_STEPS) -> Analysis:
     small_us = window_us - 1e3 * busy_ms - sum(gap.duration_us for gap in gaps)
     step_ms = _median_step_ms(steps)
     blocked_ms = sum(wait.blocked_us for wait in inside) / 1e3 / len(steps)
+    # Pauses between kernels that were enqueued in time are there with and without waits.
+    starved_ms = sum(gap.duration_us for gap in gaps if gap.kind is not GapKind.QUEUED) / 1e3 / len(steps)
     return Analysis(
         name=trace.name,
         rank=trace.rank,
@@ -172,7 +174,7 @@ def analyse(trace: Trace, *, max_steps: int = DEFAULT_STEPS) -> Analysis:
         busy_ms=busy_ms / len(steps),
         syncs_per_step=len(inside) / len(steps),
         blocked_ms=blocked_ms,
-        loss_ms=max(0.0, min(blocked_ms, step_ms - busy_ms / len(steps))),
+        loss_ms=min(blocked_ms, starved_ms),
         waits=_wait_lines(inside, gaps, spans, len(steps)),
         gaps=_gap_lines(gaps, len(steps)),
         kernels=_kernel_lines(trace, device, steps),

@@ -63,7 +63,7 @@ def _waits(analysis: Analysis) -> list[str]:
         return ["No blocking wait: the host never stands still for the GPU.", ""]
     lines = [
         f"{_count(analysis.syncs_per_step)} blocking waits per step, {analysis.blocked_ms:.3f} ms blocked;"
-        f" without them a step would be shorter by up to {analysis.loss_ms:.3f} ms:"
+        f" without them a step would be shorter by about {analysis.loss_ms:.3f} ms:"
     ]
     for wait in analysis.waits[:_MAX_LINES]:
         after = f"the GPU then idles {wait.idle_ms:.3f} ms"

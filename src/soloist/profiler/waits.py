@@ -196,16 +196,17 @@ def lend_stacks(trace: Trace, all_steps: Steps, steps: Steps) -> None:
         by_thread[call.thread].append(call)
     for thread, calls in by_thread.items():
         slices = _slices(calls, all_steps)
-        names_of = {i: _names(slices[i]) for i in lenders}
-        typical = Counter(names_of.values()).most_common(1)[0][0]
-        lender = slices[next(i for i in reversed(lenders) if names_of[i] == typical)]
+        # The last step of each sequence of calls; one that no lender made takes what it can from the commonest.
+        lender_of = {_names(slices[i]): slices[i] for i in lenders}
+        typical = Counter(_names(slices[i]) for i in lenders).most_common(1)[0][0]
         pairs_of: dict[tuple[str, ...], list[tuple[int, int]]] = {}
         for recording, borrower in zip(steps.recordings, _slices(calls, steps), strict=True):
             if recording is not Recording.NAMED:
                 names = _names(borrower)
+                lent = names if names in lender_of else typical
                 if names not in pairs_of:
-                    pairs_of[names] = _pairs(typical, names)
-                _lend(trace, thread, lender, borrower, pairs_of[names])
+                    pairs_of[names] = _pairs(lent, names)
+                _lend(trace, thread, lender_of[lent], borrower, pairs_of[names])
 
 
 def _names(calls: Sequence[HostCall]) -> tuple[str, ...]:

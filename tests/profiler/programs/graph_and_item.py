@@ -1,11 +1,10 @@
 """Replays one graph per step and reads the token behind it."""
 
-import sys
-
 import torch
-from gpu_work import Work, steps
+from gpu_work import Work, has_fault, steps
 
 work = Work()
+# What is captured must have run before.
 stream = torch.cuda.Stream()
 with torch.cuda.stream(stream):
     for _ in range(3):
@@ -14,8 +13,9 @@ stream.synchronize()
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph):
     token = work.step()
+# Of the tokens, on the host.
 total = 0
 for _ in steps():
     graph.replay()
-    if sys.argv[2:] != ["without"]:
+    if has_fault():
         total += int(token)  # fault

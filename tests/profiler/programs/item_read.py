@@ -1,11 +1,11 @@
 """Reads the token back in every step."""
 
-import sys
+from gpu_work import Work, has_fault, steps
 
-from gpu_work import Work, steps
-
-work, tokens = Work(), []
+work = Work()
+# Of all steps.
+tokens = []
 for _ in steps():
     token = work.step()
-    if sys.argv[2:] != ["without"]:
+    if has_fault():
         tokens.append(token.item())  # fault

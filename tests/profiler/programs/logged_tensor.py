@@ -1,9 +1,9 @@
 """Writes a loss into a log line."""
 
-from gpu_work import Work, steps
+from gpu_work import Work, has_fault, steps
 
 work = Work()
 log = []
 for i in steps():
     token = work.step()
-    log.append(f"step {i}: token {token}")  # fault
+    log.append(f"step {i}: token {token if has_fault() else i}")  # fault
