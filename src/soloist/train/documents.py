@@ -17,6 +17,8 @@ CHUNK = 64
 class PaddedGroup:
     """Documents of about the same length, side by side."""
 
+    # (n,) int64: which documents.
+    documents: torch.Tensor
     # (n, S) int64: the row of each position; behind a document's end, its last row.
     rows: torch.Tensor
 
@@ -66,7 +68,8 @@ class Documents:
                 position = torch.arange(longest)
                 starts = self._starts[own, None]  # (n, 1)
                 last = torch.tensor([self.lengths[i] - 1 for i in own])[:, None]
-                groups.append(PaddedGroup(rows=(starts + position.minimum(last)).to(self.device)))
+                rows = starts + position.minimum(last)  # (n, S)
+                groups.append(PaddedGroup(documents=torch.tensor(own).to(self.device), rows=rows.to(self.device)))
                 for row, i in enumerate(own):
                     first = int(self._starts[i])
                     back[first : first + self.lengths[i]] = offset + row * longest + torch.arange(self.lengths[i])

@@ -1,0 +1,125 @@
+"""What one step trains on: documents drawn for it, and in each the places that blocks begin at.
+
+Owns the order of documents and the choice of anchors, both functions of seed and step alone, so that a run that is
+resumed, or spread over processes, sees the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from soloist.train.documents import Documents
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """A prompt and what the target answered."""
+
+    token_ids: tuple[int, ...]
+    # Of the prompt, at least 1.
+    num_prompt: int
+    # The answer was drawn at; 0: greedy.
+    temperature: float
+
+    @property
+    def num_candidates(self) -> int:
+        """Places that a block can begin at: from the prompt's last token on, with a token to predict."""
+        return len(self.token_ids) - self.num_prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One step's documents and blocks. n documents, A blocks of B slots in each."""
+
+    documents: Documents
+    # (T,) int64.
+    input_ids: torch.Tensor
+    # (n, A) int64: positions in the document; a document with too few places has some of them twice, as dummies.
+    anchors: torch.Tensor
+    # (n, A) int64: the tokens there.
+    anchor_ids: torch.Tensor
+    # (n, A, B) int64: the token before each slot's, and the token that the slot predicts.
+    previous_ids: torch.Tensor
+    labels: torch.Tensor
+    # (n, A, B) int64: rows of the target's hidden states whose law each slot shall have.
+    teacher_rows: torch.Tensor
+    # (n, A, B) bool: slots that count.
+    is_counted: torch.Tensor
+    # (n,) fp32: temperature of each document.
+    temperatures: torch.Tensor
+
+
+def choose_texts(num_texts: int, count: int, seed: int, step: int) -> list[int]:
+    """Choose the documents of a step: epoch after epoch, each in an order of its own."""
+    chosen = []
+    for place in range(step * count, (step + 1) * count):
+        epoch, index = divmod(place, num_texts)
+        chosen.append((epoch, index))
+    orders = {
+        epoch: torch.randperm(num_texts, generator=torch.Generator().manual_seed(_mix(seed, epoch, 0)))
+        for epoch in {epoch for epoch, _ in chosen}
+    }
+    return [int(orders[epoch][index]) for epoch, index in chosen]
+
+
+def make_batch(
+    texts: Sequence[Text],
+    numbers: Sequence[int],
+    *,
+    num_anchors: int,
+    block_size: int,
+    seed: int,
+    step: int,
+    device: torch.device,
+) -> Batch:
+    """Put documents into one pack and choose their anchors.
+
+    Args:
+        texts: the documents.
+        numbers: of the documents in the whole corpus; anchors depend on them, not on what else is in the batch.
+        num_anchors: A, the most of a document.
+        block_size: B.
+        seed: of the run.
+        step: of the run.
+        device: of the batch.
+    """
+    A, B = num_anchors, block_size
+    starts, anchors, is_real = [], torch.zeros(len(texts), A, dtype=torch.int64), torch.zeros(len(texts), A).bool()
+    start = 0
+    for row, (text, number) in enumerate(zip(texts, numbers, strict=True)):
+        generator = torch.Generator().manual_seed(_mix(seed, step, number + 1))
+        places = torch.randperm(text.num_candidates, generator=generator)[:A].sort().values + text.num_prompt - 1
+        anchors[row, : len(places)], anchors[row, len(places) :] = places, places[0]
+        is_real[row, : len(places)] = True
+        starts.append(start)
+        start += len(text.token_ids)
+    lengths = [len(text.token_ids) for text in texts]
+    input_ids = torch.tensor([token for text in texts for token in text.token_ids])  # (T,)
+    positions = anchors[..., None] + torch.arange(B)  # (n, A, B)
+    length = torch.tensor(lengths)[:, None, None]
+    is_counted = is_real[..., None] & (positions + 1 < length)
+    first = torch.tensor(starts)[:, None, None]
+    # Slots behind the end look at the last row, and do not count.
+    rows = first + positions.minimum(length - 1)
+    label_rows = first + (positions + 1).minimum(length - 1)
+    return Batch(
+        documents=Documents(lengths, device),
+        input_ids=input_ids.to(device),
+        anchors=anchors.to(device),
+        anchor_ids=input_ids[rows[..., 0]].to(device),
+        previous_ids=input_ids[rows].to(device),
+        labels=input_ids[label_rows].to(device),
+        teacher_rows=rows.to(device),
+        is_counted=is_counted.to(device),
+        temperatures=torch.tensor([text.temperature for text in texts], dtype=torch.float32, device=device),
+    )
+
+
+def _mix(*numbers: int) -> int:
+    """Turn numbers into a seed; other numbers give another one."""
+    state = 0x9E3779B97F4A7C15
+    for number in numbers:
+        state = ((state ^ number) * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) % 2**64
+        state ^= state >> 31
+    return state % 2**63

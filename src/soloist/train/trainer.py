@@ -1,0 +1,312 @@
+"""The training loop: states from the target, a step of the draft, figures, checkpoints.
+
+Everything random is a function of the seed and the step, so that a run that was stopped goes on to the same bits, and
+one that is spread over processes computes the same. Parameters and optimiser are fp32, activations are not.
+"""
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from soloist.errors import CheckpointError, UsageError
+from soloist.models.causal_lm import CausalLM
+from soloist.train.batches import Batch, Text, choose_texts, make_batch
+from soloist.train.capture import States, StateStore, read_states
+from soloist.train.network import DraftNetwork
+from soloist.train.objective import (
+    SlotFigures,
+    acceptance_length,
+    draft_loss,
+    make_weights,
+    slot_weights,
+)
+from soloist.train.packed import dense
+from soloist.train.settings import TrainSettings
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# Adam's memory of gradients and of their squares.
+BETAS = (0.9, 0.95)
+STATE_NAME = "training-state.safetensors"
+# Batches of held-out texts that figures are taken from.
+MAX_HELD_OUT_BATCHES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What a step, or the held-out texts, showed. Lengths count the bonus token."""
+
+    step: int
+    loss: float
+    # Expected accepted drafts + 1, at the texts' own temperatures, and where both laws are greedy.
+    acceptance_length: float
+    greedy_acceptance_length: float
+    # By slot, of those that are reached.
+    acceptance_by_slot: tuple[float, ...]
+
+
+# Called behind a logged step with the figures, the steps in all and tokens per second.
+OnStep = Callable[[Figures, int, float], None]
+
+
+class _Step(nn.Module):
+    """One pass of network and loss: what DDP wraps."""
+
+    def __init__(self, network: DraftNetwork, lm_head: torch.Tensor, settings: TrainSettings) -> None:
+        super().__init__()
+        self.network, self.settings = network, settings
+        self.lm_head = lm_head
+
+    def forward(
+        self, batch: Batch, states: States, totals: torch.Tensor, is_last_stage: bool
+    ) -> tuple[torch.Tensor, SlotFigures]:
+        s, network = self.settings, self.network
+        hidden, markov, confidences = network(
+            states.captured, batch.documents, batch.anchor_ids, batch.anchors, batch.previous_ids
+        )
+        is_counted = batch.is_counted.flatten(0, 1)  # (n*A, B)
+        weights = make_weights(
+            is_counted, s.objective, is_last_stage=is_last_stage, total_weight=totals[0], total_blocks=totals[1]
+        )
+        temperatures = torch.ones_like(batch.temperatures)
+        if s.objective.min_temperature is not None:
+            temperatures = batch.temperatures.clamp(min=s.objective.min_temperature)
+        return draft_loss(
+            hidden,
+            markov,
+            None if network.markov_head is None else network.markov_head.markov_w2.weight,
+            confidences,
+            lm_head=self.lm_head,
+            teacher=states.last.index_select(0, batch.teacher_rows.flatten()),
+            labels=batch.labels.flatten(),
+            temperatures=temperatures[:, None, None].expand_as(batch.labels).flatten(),
+            weights=weights,
+            rows=s.loss_rows,
+        )
+
+
+def learning_rate(settings: TrainSettings, step: int) -> float:
+    """Give the rate of a step: a line up, then a cosine down to 0."""
+    warmup = max(round(settings.warmup_share * settings.num_steps), 1)
+    if step < warmup:
+        return settings.learning_rate * (step + 1) / warmup
+    done = (step - warmup) / max(settings.num_steps - warmup, 1)
+    return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def digest_of(texts: Sequence[Text]) -> str:
+    """Give a number that other texts do not have."""
+    return hashlib.sha256(json.dumps([vars(text) for text in texts]).encode()).hexdigest()
+
+
+class Trainer:
+    """Trains one draft for one target.
+
+    Args:
+        target: dense or hybrid, dense weights.
+        texts: prompts with the target's own answers; each answer has at least a token.
+        settings: of the run.
+        num_tokens: ids that may be drawn; rows of the head behind them are padding.
+        folder: of checkpoints and metrics; one that holds a checkpoint of the same run is gone on with.
+        store: hidden states on disk. None: they are computed in every step.
+
+    Raises:
+        UsageError: too few texts, or processes that do not divide the documents of a step.
+        CheckpointError: the folder's checkpoint is of other settings.
+    """
+
+    def __init__(
+        self,
+        target: CausalLM,
+        texts: Sequence[Text],
+        settings: TrainSettings,
+        *,
+        num_tokens: int | None = None,
+        folder: Path | None = None,
+        store: StateStore | None = None,
+    ) -> None:
+        self.target, self.settings, self.folder, self._store = target, settings, folder, store
+        self.config = settings.shape.config_for(target.config)
+        num_held_out = max(round(len(texts) * settings.held_out_share), 1)
+        if len(texts) - num_held_out < 1:
+            raise UsageError(f"{len(texts)} texts: one to train on and one to hold out are the least")
+        order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(settings.seed)).tolist()
+        self.held_out, self.trained = order[:num_held_out], order[num_held_out:]
+        self.texts = texts
+        self.device, self.dtype = target.device, DTYPES[settings.compute_dtype]
+        head = dense(target.lm_head)[: num_tokens or target.config.vocab_size]
+        self.network = DraftNetwork(self.config, target.embed_tokens, settings.seed)
+        self.rank, self.num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        if settings.documents_per_step % self.num_ranks:
+            raise UsageError(
+                f"documents_per_step is {settings.documents_per_step}, not a multiple of {self.num_ranks} processes"
+            )
+        # The head in the dtype of activations, once.
+        self._step = _Step(self.network, head.to(self.dtype), settings)
+        self._module: nn.Module = self._step
+        if self.num_ranks > 1:
+            self._module = DistributedDataParallel(self._step)
+        self.parameters = dict(self.network.named_parameters())
+        self.optimizer = torch.optim.AdamW(
+            self.parameters.values(),
+            lr=settings.learning_rate,
+            betas=BETAS,
+            weight_decay=settings.weight_decay,
+            fused=self.device.type == "cuda",
+        )
+        self.step = 0
+        if folder is not None and (folder / STATE_NAME).is_file():
+            self._resume(folder / STATE_NAME)
+
+    def run(self, num_steps: int | None = None, on_step: OnStep | None = None) -> None:
+        """Train up to a step.
+
+        Args:
+            num_steps: where to stop. None: at the end.
+            on_step: hears of every `log_every`-th step.
+        """
+        s = self.settings
+        stop = s.num_steps if num_steps is None else min(num_steps, s.num_steps)
+        logged_s, num_tokens = time.perf_counter(), 0
+        while self.step < stop:
+            batch, loss, figures = self._train_step()
+            num_tokens += batch.documents.num_tokens * self.num_ranks
+            self.step += 1
+            if self.step % s.log_every == 0 or self.step == s.num_steps:
+                found = self._summarise([(batch, loss, figures)])
+                now_s = time.perf_counter()
+                tok_per_s = num_tokens / (now_s - logged_s)
+                logged_s, num_tokens = now_s, 0
+                self._log({"kind": "step", **vars(found), "tok_per_s": tok_per_s})
+                if on_step is not None:
+                    on_step(found, s.num_steps, tok_per_s)
+            if self.step % s.checkpoint_every == 0 or self.step == stop:
+                self.save_state()
+
+    def _train_step(self) -> tuple[Batch, torch.Tensor, SlotFigures]:
+        s, step = self.settings, self.step
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(s, step)
+        batch, states = self._read(choose_texts(len(self.trained), s.documents_per_step, s.seed, step), self.trained)
+        is_last_stage = s.objective.length_weight > 0 and step >= round((1 - s.objective.length_share) * s.num_steps)
+        totals = self._totals(batch)
+        loss, figures = self._module(batch, states, totals, is_last_stage)
+        self.optimizer.zero_grad()
+        # DDP averages gradients; the loss is a sum over processes.
+        (loss * self.num_ranks).backward()
+        nn.utils.clip_grad_norm_(self.parameters.values(), s.max_grad_norm)
+        self.optimizer.step()
+        return batch, loss.detach(), figures
+
+    def _read(self, chosen: Sequence[int], pool: Sequence[int], step: int | None = None) -> tuple[Batch, States]:
+        """Make this process's share of a step: every `num_ranks`-th document."""
+        s = self.settings
+        numbers = [pool[i] for i in chosen[self.rank :: self.num_ranks]]
+        batch = make_batch(
+            [self.texts[i] for i in numbers],
+            numbers,
+            num_anchors=s.anchors_per_document,
+            block_size=s.shape.block_size,
+            seed=s.seed,
+            step=self.step if step is None else step,
+            device=self.device,
+        )
+        if self._store is not None:
+            return batch, self._store.read(numbers, self.device, self.dtype)
+        layers = self.config.target_layer_ids
+        return batch, read_states(self.target, batch.input_ids, batch.documents, layers, self.dtype)
+
+    def _totals(self, batch: Batch) -> torch.Tensor:
+        """Sum over all processes: the weights of slots, and the blocks that count: (2,) fp32."""
+        is_counted = batch.is_counted.flatten(0, 1)
+        weights = slot_weights(is_counted, self.settings.objective).sum()
+        totals = torch.stack([weights, is_counted.any(dim=1).sum().float()])
+        if self.num_ranks > 1:
+            dist.all_reduce(totals)
+        return totals
+
+    def _summarise(self, results: Sequence[tuple[Batch, torch.Tensor, SlotFigures]]) -> Figures:
+        """Bring figures of this process's batches to the host, as means over blocks that count whole."""
+        is_counted = torch.cat([batch.is_counted.flatten(0, 1) for batch, _, _ in results])
+        acceptance = torch.cat([figures.acceptance for _, _, figures in results])
+        agreement = torch.cat([figures.agreement for _, _, figures in results])
+        loss = sum(loss for _, loss, _ in results) / len(results)
+        by_slot = (acceptance * is_counted).sum(0) / is_counted.sum(0).clamp(min=1)
+        return Figures(
+            step=self.step,
+            loss=float(loss),
+            acceptance_length=float(acceptance_length(acceptance, is_counted)),
+            greedy_acceptance_length=float(acceptance_length(agreement, is_counted)),
+            acceptance_by_slot=tuple(by_slot.tolist()),
+        )
+
+    @torch.no_grad()
+    def measure(self) -> Figures:
+        """Predict the acceptance length on held-out texts, along the text as it is (teacher forcing)."""
+        size, results = self.settings.documents_per_step, []
+        for start in range(0, min(len(self.held_out), size * MAX_HELD_OUT_BATCHES), size):
+            chosen = list(range(start, min(start + size, len(self.held_out))))[: size // self.num_ranks]
+            # All processes measure the same.
+            rank, num_ranks, self.rank, self.num_ranks = self.rank, self.num_ranks, 0, 1
+            batch, states = self._read(chosen, self.held_out, step=0)
+            loss, figures = self._step(batch, states, self._totals(batch), False)
+            self.rank, self.num_ranks = rank, num_ranks
+            results.append((batch, loss, figures))
+        found = self._summarise(results)
+        self._log({"kind": "held out", **vars(found)})
+        return found
+
+    def _log(self, line: dict[str, Any]) -> None:
+        if self.folder is not None and self.rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def save_state(self) -> None:
+        """Write parameters, the optimiser's memory and the step, whole or not at all."""
+        if self.folder is None or self.rank != 0:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        tensors = {f"parameter.{name}": p.detach() for name, p in self.parameters.items()}
+        for name, p in self.parameters.items():
+            for key, value in self.optimizer.state[p].items():
+                tensors[f"{key}.{name}"] = value
+        unfinished = self.folder / (STATE_NAME + ".part")
+        metadata = {
+            "step": str(self.step),
+            "settings": json.dumps(self.settings.to_json()),
+            "texts": digest_of(self.texts),
+        }
+        save_file({name: t.contiguous() for name, t in tensors.items()}, unfinished, metadata=metadata)
+        unfinished.rename(self.folder / STATE_NAME)
+
+    def _resume(self, path: Path) -> None:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+        given, kept = self.settings.to_json(), json.loads(metadata["settings"])
+        if json.loads(json.dumps(given)) != kept:
+            changed = [key for key in given if json.loads(json.dumps(given[key])) != kept.get(key)]
+            raise CheckpointError(
+                f"{path} is of a run with other settings ({', '.join(changed)}): give the same, or another folder"
+            )
+        if metadata["texts"] != digest_of(self.texts):
+            raise CheckpointError(f"{path} is of a run on other texts: give the same, or another folder")
+        tensors = load_file(path, device=str(self.device))
+        with torch.no_grad():
+            for name, p in self.parameters.items():
+                p.copy_(tensors[f"parameter.{name}"])
+        for name, p in self.parameters.items():
+            keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in tensors]
+            self.optimizer.state[p] = {key: tensors[f"{key}.{name}"] for key in keys}
+        self.step = int(metadata["step"])

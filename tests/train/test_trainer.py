@@ -1,0 +1,131 @@
+"""The loop: goes on to the same bits, the same over processes, refuses what does not fit."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from soloist.errors import CheckpointError, UsageError
+from soloist.train.capture import StateStore, bytes_per_token
+from soloist.train.settings import DraftShape, ObjectiveSettings
+from soloist.train.trainer import Trainer, learning_rate
+from tests.train.small import load_target, make_settings, make_texts
+
+
+def parameters(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.parameters.items()}
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_same_bits(tmp_path: Path):
+    target = load_target(tmp_path / "target")
+    texts, settings = make_texts(target, 12), make_settings()
+    whole = Trainer(target, texts, settings)
+    first = parameters(whole)
+    whole.run()
+    Trainer(target, texts, settings, folder=tmp_path / "run").run(3)
+    resumed = Trainer(target, texts, settings, folder=tmp_path / "run")
+    assert resumed.step == 3
+    resumed.run()
+    for name, p in parameters(whole).items():
+        assert torch.equal(parameters(resumed)[name], p), name
+        assert not torch.equal(first[name], p), f"{name} was not trained"
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 4, 6, 8]
+    assert 1 <= lines[-1]["acceptance_length"] <= 6
+
+
+def test_a_checkpoint_of_another_run_is_refused_by_what_differs(tmp_path: Path):
+    target = load_target(tmp_path / "target")
+    Trainer(target, make_texts(target, 12), make_settings(), folder=tmp_path / "run").run(1)
+    with pytest.raises(CheckpointError, match="learning_rate"):
+        Trainer(target, make_texts(target, 12), make_settings(learning_rate=1e-4), folder=tmp_path / "run")
+    with pytest.raises(CheckpointError, match="other texts"):
+        Trainer(target, make_texts(target, 12, seed=1), make_settings(), folder=tmp_path / "run")
+
+
+def test_stored_states_train_as_computed_ones_do_and_are_kept(tmp_path: Path):
+    target = load_target(tmp_path / "target")
+    texts, settings = make_texts(target, 12), make_settings(num_steps=2)
+    layers = settings.shape.config_for(target.config).target_layer_ids
+    num_bytes = bytes_per_token(target, layers) * sum(len(text.token_ids) for text in texts)
+    with pytest.raises(UsageError, match="budget"):
+        StateStore(tmp_path / "states", texts, target, layers, num_bytes - 1)
+    StateStore(tmp_path / "states", texts, target, layers, num_bytes)
+    files = {file: file.stat().st_mtime_ns for file in (tmp_path / "states").glob("*.safetensors")}
+    again = StateStore(tmp_path / "states", texts, target, layers, num_bytes)
+    assert files == {file: file.stat().st_mtime_ns for file in (tmp_path / "states").glob("*.safetensors")}
+    assert files
+    computed, stored = Trainer(target, texts, settings), Trainer(target, texts, settings, store=again)
+    computed.run()
+    stored.run()
+    # bf16 on disk.
+    for name, p in parameters(computed).items():
+        assert (parameters(stored)[name] - p).norm() < 0.1 * p.norm() + 1e-2, name
+    with pytest.raises(CheckpointError, match="other texts"):
+        StateStore(tmp_path / "states", texts[1:], target, layers, num_bytes)
+
+
+def test_the_rate_rises_in_a_line_and_falls_as_a_cosine():
+    settings = make_settings(num_steps=100, warmup_share=0.1, learning_rate=1.0)
+    rates = [learning_rate(settings, step) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
+    assert rates[10] == 1.0
+    assert rates[55] == pytest.approx(0.5)
+    assert rates[99] < 1e-3
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: make_settings(num_steps=0),
+        lambda: make_settings(held_out_share=1.0),
+        lambda: make_settings(compute_dtype="fp8"),
+        lambda: DraftShape(block_size=16),
+        lambda: ObjectiveSettings(l1_weight=-1),
+        lambda: ObjectiveSettings(ce_weight=0, l1_weight=0, confidence_weight=0, length_weight=0),
+        lambda: ObjectiveSettings(min_temperature=0.0),
+    ],
+)
+def test_wishes_that_make_no_sense_are_refused(make):
+    with pytest.raises(UsageError, match="allowed|bf16"):
+        make()
+
+
+RANK = """
+import sys, torch, torch.distributed as dist
+from pathlib import Path
+from safetensors.torch import save_file
+from soloist.models import load_model
+from soloist.train.trainer import Trainer
+from tests.train.small import make_settings, make_texts
+torch.set_num_threads(1)
+rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+target = load_model(folder / "target", dtype=torch.float32, weights_dtype="fp32")
+trainer = Trainer(target, make_texts(target, 12), make_settings(num_steps=4, checkpoint_every=4), folder=folder / "run")
+trainer.run()
+if rank == 0:
+    save_file({n: p.detach().contiguous() for n, p in trainer.parameters.items()}, folder / "trained.safetensors")
+dist.destroy_process_group()
+"""
+
+
+def test_two_processes_train_what_one_does(tmp_path: Path):
+    from safetensors.torch import load_file
+
+    target = load_target(tmp_path / "target")
+    alone = Trainer(target, make_texts(target, 12), make_settings(num_steps=4, checkpoint_every=4))
+    alone.run()
+    root = Path(__file__).parents[2]
+    env = os.environ | {"PYTHONPATH": f"{root}:{root / 'src'}", "OMP_NUM_THREADS": "1"}
+    ranks = [subprocess.Popen([sys.executable, "-c", RANK, str(rank), str(tmp_path)], env=env) for rank in range(2)]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    trained = load_file(tmp_path / "trained.safetensors")
+    for name, p in parameters(alone).items():
+        assert (trained[name] - p).norm() < 1e-4 * p.norm() + 1e-7, name
+    with pytest.raises(UsageError, match="at least"):
+        make_settings(documents_per_step=0)
