@@ -1,0 +1,180 @@
+"""Profile greedy generation by `transformers` on a GPU: is the line named that reads the stop condition in every token?
+
+`PYTHONPATH=src python3 benchmarks/profile_generate.py` decodes with two models of random weights: one that is wide and
+shallow, so that a token is more work for the GPU than for the host, and one of common shape, which a host cannot feed.
+What the read is said to cost is compared with what leaving it out saves: the same tokens, counted on the host. The last
+line is one JSON object.
+"""
+
+import argparse
+import inspect
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
+from transformers.generation import utils as generation
+
+from soloist.profiler import in_words, watch
+from soloist.profiler.report import as_json
+
+PROMPT_TOKENS = 16
+NUM_TOKENS = 100
+ROUNDS = 5
+WATCHED_STEPS = 24
+COMMON = {"vocab_size": 32000, "max_position_embeddings": 1024, "pad_token_id": 0, "bos_token_id": 1}
+SHAPES: dict[str, dict[str, Any]] = {
+    "wide": {"hidden_size": 8192, "intermediate_size": 57344, "num_hidden_layers": 4, "num_attention_heads": 64},
+    "common": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16, "num_attention_heads": 16},
+    "tiny": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
+}
+
+
+def make_model(shape: str, device: str) -> LlamaForCausalLM:
+    """Make a model with random weights, fp32."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        # An end that no row of the head can be.
+        return LlamaForCausalLM(LlamaConfig(**COMMON, **SHAPES[shape], eos_token_id=99_999)).eval()
+
+
+class Mark(LogitsProcessor):
+    """Says where a step is, and changes nothing."""
+
+    def __init__(self, watched: Any) -> None:
+        self._watched = watched
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self._watched.step()
+        return scores
+
+
+def generate(model: LlamaForCausalLM, num_tokens: int, processors: list[LogitsProcessor] | None = None) -> float:
+    """Decode greedily; milliseconds per token, the prompt's included."""
+    ids = torch.ones(1, PROMPT_TOKENS, dtype=torch.int64, device=model.device)
+    synchronize(model)
+    start_s = time.perf_counter()
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        logits_processor=LogitsProcessorList(processors or []),
+    )
+    synchronize(model)
+    assert out.shape[1] == PROMPT_TOKENS + num_tokens
+    return 1e3 * (time.perf_counter() - start_s) / num_tokens
+
+
+def synchronize(model: LlamaForCausalLM) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def stop_line() -> str:
+    """Find the line of the library that reads whether all sequences have ended."""
+    if hasattr(generation, "StopCheck"):
+        function, text = generation.StopCheck.__call__, "return bool("
+    else:
+        function, text = GenerationMixin._has_unfinished_sequences, "elif this_peer_finished"
+    lines, first = inspect.getsourcelines(function)
+    (place,) = (i for i, line in enumerate(lines) if text in line)
+    return f"transformers/generation/utils.py:{first + place}"
+
+
+@contextmanager
+def counting_on_the_host(num_tokens: int) -> Iterator[None]:
+    """Leave the read out: the loop ends when it has made so many tokens."""
+    if hasattr(generation, "StopCheck"):
+        owner, name = generation.StopCheck, "__call__"
+    else:
+        owner, name = GenerationMixin, "_has_unfinished_sequences"
+    num_calls = 0
+
+    def is_over(self: Any, *args: Any, **kwargs: Any) -> bool:
+        nonlocal num_calls
+        num_calls += 1
+        # The one is asked behind every token whether to stop, the other before every token whether to go on.
+        return num_calls >= num_tokens if name == "__call__" else num_calls <= num_tokens
+
+    original = getattr(owner, name)
+    setattr(owner, name, is_over)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def measure_loss(model: LlamaForCausalLM, num_tokens: int) -> dict[str, Any]:
+    """Time decoding with the read and without, in turns."""
+    with_ms, without_ms = [], []
+    for _ in range(ROUNDS):
+        with_ms.append(generate(model, num_tokens))
+        with counting_on_the_host(num_tokens):
+            without_ms.append(generate(model, num_tokens))
+    losses = [a - b for a, b in zip(with_ms, without_ms, strict=True)]
+    return {
+        "step_ms": statistics.median(with_ms),
+        "step_without_ms": statistics.median(without_ms),
+        "real_loss_ms": statistics.median(losses),
+        "real_loss_range_ms": [min(losses), max(losses)],
+    }
+
+
+def profile(model: LlamaForCausalLM) -> dict[str, Any]:
+    """Record decoding and say what it waits for."""
+    with watch(num_steps=WATCHED_STEPS) as watched:
+        generate(model, 4 * WATCHED_STEPS, [Mark(watched)])
+    analysis = watched.analysis
+    print(in_words(analysis), flush=True)
+    figures = as_json([analysis])["processes"][0]
+    keys = ("origin", "num_steps", "step_ms", "busy_ms", "idle_share", "syncs_per_step", "blocked_ms", "loss_ms")
+    starved_ms = sum(gap["idle_ms"] for gap in figures["gaps"] if gap["kind"] != "queued")
+    return {
+        **{key: figures[key] for key in keys},
+        "starved_ms": starved_ms,
+        "overhead": figures["overhead"],
+        "lead": figures["lead"],
+        "waits": [
+            {key: wait[key] for key in ("what", "count", "blocked_ms", "idle_ms")} | {"where": wait["place"]["where"]}
+            for wait in figures["waits"]
+        ],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("shapes", nargs="*", choices=[*SHAPES, []], default=["wide", "common"])
+    parser.add_argument("--tokens", type=int, default=NUM_TOKENS)
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    result: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "stop_line": stop_line(),
+    }
+    for shape in arguments.shapes:
+        model = make_model(shape, device)
+        generate(model, 8)
+        with counting_on_the_host(8):
+            generate(model, 8)
+        found: dict[str, Any] = measure_loss(model, arguments.tokens)
+        if device == "cuda":
+            found["profile"] = profile(model)
+            named = {wait["where"] for wait in found["profile"]["waits"] if wait["count"] >= 0.5}
+            found["is_named"] = result["stop_line"] in named
+            found["loss_to_real_loss"] = found["profile"]["loss_ms"] / found["real_loss_ms"]
+        result[shape] = found
+        print(json.dumps({shape: found}), flush=True)
+        del model
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
