@@ -184,7 +184,7 @@ def time_steps(rank: Rank, name: str, width: int) -> dict[str, Any]:
         stamp_kernel[(1,)](times, counter, WHICH=1, COUNTS=True)
 
     buffers.end()
-    graph = StepGraph(step, has_pdl=engine.execution.has_pdl)
+    graph = StepGraph(step)
     step_ms, host_us, idle, committed = [], [], [], 0
     for _ in range(REPEATS):
         runner.cache.context_len.fill_(CONTEXT_LEN)

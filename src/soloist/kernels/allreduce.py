@@ -49,9 +49,8 @@ def _gather(x: torch.Tensor, group: TensorParallel) -> torch.Tensor:
     x = x.contiguous()
     gathered = torch.empty((group.size, *x.shape), dtype=x.dtype, device=x.device)
     # As bytes: not every backend knows every dtype.
-    dist.all_gather_into_tensor(
-        gathered.view(-1).view(torch.uint8), x.view(-1).view(torch.uint8), group=group.process_group
-    )
+    places = gathered.view(group.size, -1).view(torch.uint8)
+    dist.all_gather(list(places.unbind()), x.view(-1).view(torch.uint8), group=group.process_group)
     return gathered
 
 
