@@ -35,8 +35,8 @@ PROGRAMS = Path(__file__).parents[1] / "tests" / "profiler" / "programs"
 WINDOW_S = 0.15
 NUM_STEPS = 320
 # A program is timed with its fault and without it.
-TIMED_STEPS = 100
-ROUNDS = 5
+TIMED_STEPS = 60
+ROUNDS = 3
 # Kept in a fixture: steps with Python lines, and steps without.
 KEPT_STEPS = 10
 
