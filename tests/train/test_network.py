@@ -1,4 +1,4 @@
-"""The network of a trainer against the one that drafts: every block sees what it sees at inference, no more, no less."""
+"""The network of a trainer against the one that drafts: a block sees what it sees at inference, no more, no less."""
 
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ def make_inputs(target: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("markov", ["vanilla", "gated", "rnn", None])
 def test_a_pass_over_all_blocks_equals_inference(family: str, markov: str | None, tmp_path: Path):
     if markov not in ("vanilla", None) and family != "qwen3":
-        pytest.skip("heads do not depend on the target")
+        pytest.skip("a head does not depend on the target")
     target = load_target(tmp_path / "target", family)
     network = make_network(target, markov)
     save_draft(tmp_path / "draft", network, lm_head=None, dtype=torch.float32)

@@ -91,7 +91,7 @@ def test_the_rate_rises_in_a_line_and_falls_as_a_cosine():
     ],
 )
 def test_wishes_that_make_no_sense_are_refused(make):
-    with pytest.raises(UsageError, match="allowed|bf16"):
+    with pytest.raises(UsageError, match=r"allowed|bf16"):
         make()
 
 
