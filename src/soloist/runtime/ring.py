@@ -4,6 +4,7 @@ Owns the layout of a record. Every step writes one slot, and its own number last
 the number it expects. For a GPU the records lie in pinned host memory, which its kernels write directly.
 """
 
+import ctypes
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +58,8 @@ class TokenRing:
 
         # (slots, 5 + T) int64: header, then committed tokens.
         self.records = zeros(num_slots, HEADER_WORDS + max_width, dtype=torch.int64)
+        # The same memory, one word a look: the host asks for a step's number many times before it is there.
+        self._words = (ctypes.c_int64 * self.records.numel()).from_address(self.records.data_ptr())
         # (slots, T) fp32: log probability of each committed token.
         self.logprobs = zeros(num_slots, max_width, dtype=torch.float32)
         # (slots, T, M) int64 and fp32: the likeliest tokens and their log probabilities.
@@ -112,11 +115,11 @@ class TokenRing:
         Args:
             num_top: likeliest tokens reported beside each token; None: the step published no log probabilities.
         """
-        slot = self._num_polled % self.num_slots
-        number, num_committed, num_drafted, num_accepted, code, *tokens = self.records[slot].tolist()
-        if number != self._num_polled + 1:
+        slot, num_words = self._num_polled % self.num_slots, self.records.shape[1]
+        if self._words[slot * num_words] != self._num_polled + 1:
             return None
         self._num_polled += 1
+        _, num_committed, num_drafted, num_accepted, code, *tokens = self.records[slot].tolist()
         token_ids = tokens[:num_committed]
         return StepRecord(
             token_ids=token_ids,
