@@ -13,7 +13,7 @@ from soloist.kernels.sampling import target_probs
 from soloist.models.cache import Cache, StepKind
 from soloist.models.causal_lm import CausalLM
 from soloist.prefix import PrefixStore
-from soloist.runtime.buffers import StepBuffers
+from soloist.runtime.buffers import SamplingPlan, StepBuffers
 from soloist.sampling_params import SamplingParams
 from soloist.spec.costs import StepCosts
 from soloist.spec.drafter import Drafter
@@ -139,6 +139,34 @@ def test_greedy_stays_the_same_for_hundreds_of_steps(make, targets, plain, name:
     engine = make_engine(target, make(name, family, max_drafts=1 if name == "twin" else 2))
     tokens = answer(engine, prompt, max_tokens=NUM_STEPS)
     assert tokens == plain(family, prompt, max_tokens=NUM_STEPS)
+
+
+@ALL_CASES
+def test_steps_before_a_request_and_behind_its_end_change_nothing(make, targets, name: str, family: str):
+    """A captured step is run before the first request, and enqueued behind the last token of a full context."""
+    params = {"temperature": 0.9, "seed": 1}
+    plan = SamplingPlan.of(SamplingParams(**params))
+    drafter = make(name, family, is_fixed_shape=True)
+    prompt, max_tokens = prompt_of(5, targets[family].config.vocab_size), 12
+    limit = len(prompt) + max_tokens
+    engine = make_engine(targets[family], drafter, is_fixed_shape=True, max_context_len=limit)
+    buffers = engine.runner.buffers
+    # The reference of the sampler, unlike its fixed shape, takes no filter of zeros.
+    buffers.begin([1], SamplingParams(**params), seed=1, max_tokens=1, stop_ids=())
+    buffers.end()
+    drafter.begin(buffers.input_ids[:1], plan)
+    for _ in range(2):
+        engine.make_step(plan)()
+    fresh = make_engine(targets[family], make(name, family, is_fixed_shape=True), is_fixed_shape=True)
+    assert answer(engine, prompt, max_tokens=max_tokens, **params) == answer(
+        fresh, prompt, max_tokens=max_tokens, **params
+    )
+    before = engine.runner.cache.snapshot()
+    for _ in range(3):
+        engine.make_step(plan)()
+    behind = engine.runner.cache.snapshot()
+    assert before.context_len == behind.context_len == limit - 1
+    assert all(torch.equal(x, behind.tensors[key]) for key, x in before.tensors.items())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
