@@ -13,17 +13,16 @@ import sys
 import time
 from dataclasses import dataclass
 from datetime import date
+from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
-from cuda.bindings import runtime as cudart
 
 import soloist.models.feed_forward as feed_forward
 from soloist.engine import Engine
+from soloist.kernels.clock import stamp
 from soloist.kernels.moe import route_ref
 from soloist.kernels.norm import rms_norm_ref
 from soloist.models import load_model
@@ -31,7 +30,7 @@ from soloist.models.cache import StepKind
 from soloist.models.causal_lm import CausalLM
 from soloist.roofline import measure_bandwidth
 from soloist.runtime.buffers import SamplingPlan, StepBuffers
-from soloist.runtime.graph import Execution, StepGraph
+from soloist.runtime.graph import Execution, StepGraph, count_nodes
 from soloist.runtime.runner import ModelRunner
 from soloist.sampling_params import SamplingParams
 from soloist.spec.drafter import Drafter
@@ -41,18 +40,6 @@ NUM_STEPS = 150
 REPEATS = 3
 # A public engine's step is compared at these widths.
 VERIFY_WIDTHS = (4, 9, 16)
-
-
-@triton.jit
-def stamp_kernel(times_ptr, counter_ptr, WHICH: tl.constexpr, COUNTS: tl.constexpr):
-    """Write the GPU's clock, ns, at (step, WHICH)."""
-    step = tl.load(counter_ptr)
-    now = tl.inline_asm_elementwise(
-        "mov.u64 $0, %globaltimer;", "=l,r", [step.to(tl.int32)], dtype=tl.int64, is_pure=False, pack=1
-    )
-    tl.store(times_ptr + step * 2 + WHICH, now)
-    if COUNTS:
-        tl.store(counter_ptr, step + 1)
 
 
 class RandomRows(Drafter):
@@ -131,19 +118,6 @@ def count_distinct_experts(model: CausalLM, runner: ModelRunner) -> float | None
     return statistics.mean(counts) if counts else None
 
 
-def count_nodes(graph: StepGraph) -> tuple[int, int]:
-    """Count the kernels of a captured step, and the programmatic edges between them."""
-    raw = graph.raw_graph
-    _, _, num_nodes = cudart.cudaGraphGetNodes(raw)
-    error, *edges = cudart.cudaGraphGetEdges(raw)
-    assert error == cudart.cudaError_t.cudaSuccess, error
-    num_edges = edges[-1]
-    _, _, _, data, _ = cudart.cudaGraphGetEdges(raw, num_edges)
-    return num_nodes, sum(
-        edge.type == cudart.cudaGraphDependencyType.cudaGraphDependencyTypeProgrammatic for edge in data
-    )
-
-
 @torch.inference_mode()
 def time_width(model: CausalLM, width: int, execution: Execution, bandwidth: float) -> dict[str, Any]:
     """Time steps of one width behind a filled context."""
@@ -152,14 +126,14 @@ def time_width(model: CausalLM, width: int, execution: Execution, bandwidth: flo
     engine = Engine(runner, drafter, execution=execution)
     buffers = runner.buffers
     plan = SamplingPlan.of(SamplingParams())
-    times = torch.zeros(2 * NUM_STEPS, dtype=torch.int64, device="cuda")
+    times = torch.zeros(NUM_STEPS, 2, dtype=torch.int64, device="cuda")
     counter = torch.zeros((), dtype=torch.int64, device="cuda")
     inner = engine.make_step(plan)
 
     def step() -> None:
-        stamp_kernel[(1,)](times, counter, WHICH=0, COUNTS=False)
+        stamp(times, counter, is_end=False)
         inner()
-        stamp_kernel[(1,)](times, counter, WHICH=1, COUNTS=True)
+        stamp(times, counter, is_end=True)
 
     buffers.end()
     graph = StepGraph(step)
@@ -189,13 +163,13 @@ def time_width(model: CausalLM, width: int, execution: Execution, bandwidth: flo
         host_us.append(1e6 * (time.perf_counter() - started_s) / NUM_STEPS)
         torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
-        starts, ends = times.view(-1, 2).T.tolist()
+        starts, ends = times.T.tolist()
         wall_ns = ends[-1] - starts[0]
         step_ms.append(wall_ns / NUM_STEPS / 1e6)
         idle.append(1 - sum(e - s for s, e in zip(starts, ends, strict=True)) / wall_ns)
         committed += int(runner.cache.context_len) - CONTEXT_LEN
     assert committed >= REPEATS * NUM_STEPS, "steps committed nothing"
-    num_nodes, num_programmatic = count_nodes(graph)
+    num_nodes, num_programmatic = count_nodes(graph.raw_graph)
     floor_ms = model.footprint.step_floor_ms(width, CONTEXT_LEN, bandwidth_gb_per_s=bandwidth, distinct_experts=experts)
     median = statistics.median(step_ms)
     return {
@@ -279,7 +253,7 @@ def main() -> None:
                 "command": " ".join(["python", *sys.argv]),
                 "device": torch.cuda.get_device_name(),
                 "torch": torch.__version__,
-                "triton": triton.__version__,
+                "triton": version("triton"),
                 "model": names[0].rsplit("-", 1)[0],
                 "weights": known[name].weights,
                 "tensor_parallel_size": 1,

@@ -87,7 +87,6 @@ def test_simulated_acceptance_is_marked(target):
         ({"adaptive_width": True}, UsageError, "name one as draft"),
         ({"draft": "off", "adaptive_width": True}, UsageError, "name one as draft"),
         ({"simulated_acceptance": 2.0}, UsageError, "needs a drafter"),
-        ({"draft": "ngram", "simulated_acceptance": 2.0, "adaptive_width": True}, UsageError, "leave adaptive width"),
     ],
 )
 def test_what_makes_no_sense_is_refused(target, kwargs, error, message: str):

@@ -13,9 +13,11 @@ import torch
 
 from soloist.errors import ContextLengthError, UsageError
 from soloist.generation import Constraint, Generation
+from soloist.kernels.allreduce import broadcast
 from soloist.kernels.sampling import top_logprobs
 from soloist.prefix import PrefixStore
 from soloist.runtime.buffers import SamplingPlan
+from soloist.runtime.comm import Ranks
 from soloist.runtime.device_loop import DeviceLoop, check_device_loop
 from soloist.runtime.graph import Execution, StepGraph, StepQueue
 from soloist.runtime.ring import TokenRing
@@ -45,7 +47,7 @@ class Engine:
         prefixes: what is kept for later requests. None: every prompt is read whole.
         execution: how steps are run. None: what is fastest on the model's device.
         simulated_acceptance: tokens that a step of full width shall commit on average, whatever the target says; for
-            benchmarks. None: drafts are verified.
+            benchmarks. A narrower step keeps each draft with the same probability. None: drafts are verified.
 
     Raises:
         UsageError: a simulated acceptance without drafts, or one that no step reaches.
@@ -64,6 +66,8 @@ class Engine:
         simulated_acceptance: float | None = None,
     ) -> None:
         self.runner = runner
+        # Keeps the ranks of the model in step; set by who started them.
+        self.ranks = Ranks()
         self.prefixes = prefixes
         self.drafter = drafter or NoDrafter()
         self.eos_token_ids = tuple(runner.model.config.eos_token_ids if eos_token_ids is None else eos_token_ids)
@@ -83,6 +87,8 @@ class Engine:
             check_device_loop(device)
         if device.type != "cuda" and self.execution != Execution.best_for(device):
             raise UsageError(f"steps on {device} have one form: --graph and the other switches are those of a GPU's")
+        if runner.model.group.size > 1 and (self.execution.has_device_loop or not self.execution.has_bf16_head):
+            raise UsageError("ranks that share a model decide between steps: no device loop, and no head in fp32")
         if not self.execution.has_bf16_head:
             runner.widen_head()
         # One slot is read while the steps ahead of it and the next one, or two loops, are written.
@@ -118,14 +124,9 @@ class Engine:
 
         Args:
             costs: of this engine's steps.
-
-        Raises:
-            UsageError: acceptance is simulated, which is done for a fixed width.
         """
         buffers = self.runner.buffers
         assert len(costs.step_ms) == buffers.max_width > 1, "the costs are of steps of another width"
-        if self._simulated_probability is not None:
-            raise UsageError("a simulated acceptance length is that of a fixed width: leave adaptive width out")
         device, has_confidences = buffers.width.device, self.drafter.has_confidences
         self.width_rule = WidthRule(costs, has_confidences=has_confidences, device=device)
         self.drafter.width_rule = self.width_rule
@@ -338,7 +339,11 @@ class Engine:
         An illegal token that was drawn from a law stays, as the last one, and is refused: a width that depended on what
         was drawn would favour what the draft likes.
         """
-        buffers = self.runner.buffers
+        buffers, group = self.runner.buffers, self.runner.model.group
+        if group.rank > 0:
+            broadcast(buffers.width, group)
+            broadcast(buffers.is_allowed, group)
+            return
         drafts = buffers.input_ids[1 : int(buffers.width)].tolist()
         legal = drafts[: constraint.num_legal(drafts)]
         num_drafts = min(len(drafts), len(legal) + is_drawn)
@@ -347,3 +352,5 @@ class Engine:
         # Padding rows count for nothing, but their logits must stay numbers.
         buffers.is_allowed.fill_(True)
         buffers.is_allowed[: allowed.shape[0]].copy_(allowed)
+        broadcast(buffers.width, group)
+        broadcast(buffers.is_allowed, group)

@@ -109,8 +109,6 @@ def bench(
         raise UsageError(
             "--draft-width, --draft-weights-dtype, --adaptive-width and --simulate-acceptance need --draft"
         )
-    if adaptive_width and simulate_acceptance:
-        raise UsageError("--simulate-acceptance is for a fixed width: leave --adaptive-width out")
 
     from soloist.bench.chart import ladder_svg
     from soloist.bench.local import Rung, measure_ladder
