@@ -13,6 +13,9 @@ from soloist.models import load_model
 from soloist.prefix import PrefixStore
 from soloist.roofline import Footprint, Reads, WeightPart
 from soloist.runtime.runner import ModelRunner
+from soloist.spec.draft_model import DraftModel
+from soloist.spec.drafter import Drafter
+from soloist.spec.ngram import PromptLookup
 from tests.miniature import miniature_config
 from tests.scripted import Script
 
@@ -95,6 +98,23 @@ def test_every_repeat_reads_its_prompt_anew_even_with_a_store():
         next(stream := llm.stream([1] * 40))
         stream.close()
     assert stream.stats.cached_tokens > 0
+
+
+@pytest.mark.parametrize("draft", ["ngram", "twin"])
+def test_what_a_draft_saw_of_an_earlier_repeat_helps_none(draft: str):
+    """Five times one prompt: a draft that kept the answer would have every later token of it accepted."""
+    model = load_model(miniature_config("llama"), dtype=torch.float32, weights="random")
+    N, device = model.config.vocab_size, model.device
+    drafter: Drafter = PromptLookup(max_context_len=120, max_drafts=3, device=device)
+    if draft == "twin":
+        drafter = DraftModel(model, max_context_len=120, num_tokens=N, max_drafts=3)
+    runner = ModelRunner(model, max_context_len=120, max_width=4, has_draft_probs=drafter.has_draft_law)
+    llm = LLM.of(Engine(runner, drafter, eos_token_ids=()), None, "miniature")
+    llm.engine.prefixes = PrefixStore()
+    prompt = BenchPrompt(text=" ".join(f"word{i}" for i in range(40)), is_chat=False)
+    runs = [run_request(llm, prompt, workload(24)) for _ in range(5)]
+    assert len({(run.cached_tokens, run.forwards, run.drafted, run.accepted) for run in runs}) == 1
+    assert runs[0].cached_tokens == 0 and runs[0].drafted and runs[0].accepted
 
 
 def test_a_measurement_knows_its_floor_and_keeps_cold_and_warm_apart(monkeypatch: pytest.MonkeyPatch):
