@@ -56,7 +56,7 @@ def read_states(
         if stop - first < len(documents.lengths):
             part = Documents(documents.lengths[first:stop], documents.device)
         hidden, kept = forward_packed(model, input_ids[rows], part, capture_layers=layers, dtype=dtype)
-        captured.append(torch.stack(kept, dim=1))
+        captured.append(torch.stack(kept, dim=1) if kept else hidden[:, None, :0])
         last.append(final_norm_packed(model, hidden))
     return States(captured=torch.cat(captured), last=torch.cat(last))
 

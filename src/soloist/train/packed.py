@@ -90,7 +90,8 @@ def _mix_by_attention(
     return x + op.linear(out, dense(layer.o_proj))
 
 
-def _feed_forward(block: FeedForward, x: torch.Tensor, index: int, on_route: OnRoute | None) -> torch.Tensor:
+def feed_forward_packed(block: FeedForward, x: torch.Tensor, index: int, on_route: OnRoute | None) -> torch.Tensor:
+    """Run the feed-forward block of layer `index` on rows (T, D), which do not see each other, and add the result."""
     if isinstance(block, DenseFeedForward):
         inside = op.swiglu(op.linear(op.rms_norm(x, block.norm, block.eps), dense(block.gate_up)))
         return x + op.linear(inside, dense(block.down))
@@ -145,11 +146,11 @@ def forward_packed(
                 x = _mix_by_kda(mixer, x, documents)
             else:
                 x = _mix_by_mla(mixer, x, documents, model.rotary)
-            x = kept[index] = _feed_forward(feed_forward, x, index, on_route)
+            x = kept[index] = feed_forward_packed(feed_forward, x, index, on_route)
     elif isinstance(model, DenseCausalLM):
         for index, (attention, mlp) in enumerate(model.layers):
             x = _mix_by_attention(attention, x, documents, model.rotary)
-            x = kept[index] = _feed_forward(mlp, x, index, on_route)
+            x = kept[index] = feed_forward_packed(mlp, x, index, on_route)
     else:
         raise UnsupportedError(f"{model.architecture} has no training form")
     return x, [kept[layer] for layer in capture_layers]
@@ -179,7 +180,7 @@ def forward_packed_mtp(
     e = op.rms_norm(F.embedding(token_ids, mtp.target.embed_tokens).to(hidden.dtype), mtp.enorm, eps)
     x = op.linear(torch.cat([e, op.rms_norm(hidden, mtp.hnorm, eps)], dim=-1), dense(mtp.eh_proj))
     x = _mix_by_mla(mtp.mixer, x, documents, mtp.target.rotary)
-    x = _feed_forward(mtp.feed_forward, x, mtp.config.num_hidden_layers, on_route)
+    x = feed_forward_packed(mtp.feed_forward, x, mtp.config.num_hidden_layers, on_route)
     return op.rms_norm(x, mtp.final_layernorm, eps)
 
 
