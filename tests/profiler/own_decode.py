@@ -1,9 +1,7 @@
-"""Decode with a miniature for some seconds: a program to be profiled. With "item" every step reads from the GPU."""
+"""Decode with random weights for some seconds: a program to be profiled. With "item" every step reads from the GPU."""
 
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 import torch
 
@@ -11,20 +9,24 @@ from soloist.engine import Engine
 from soloist.models import load_model
 from soloist.runtime.runner import ModelRunner
 from soloist.sampling_params import SamplingParams
-from tests.miniature import write_checkpoint
-from tests.runtime.gpu_models import GPU_SIZES
+from tests.miniature import miniature_config
 
-# A request must outlast the recording.
-CONTEXT_LEN = 1 << 19
+# A request must outlast the recording, and two seconds of steps must not fill a disk: some 6 GB are read in each.
+CONTEXT_LEN = 1 << 16
+SIZES = {
+    "hidden_size": 4096,
+    "intermediate_size": 28672,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": CONTEXT_LEN,
+}
 
 
 def main(seconds: float, is_planted: bool) -> None:
     """Decode for `seconds`, of which the first ones go to loading and compiling."""
     until_s = time.monotonic() + seconds
-    with tempfile.TemporaryDirectory() as folder:
-        sizes = GPU_SIZES["llama"] | {"max_position_embeddings": CONTEXT_LEN}
-        path = write_checkpoint(Path(folder) / "llama", "llama", seed=3, **sizes)
-        model = load_model(path, dtype=torch.bfloat16, device="cuda")
+    model = load_model(miniature_config("llama", **SIZES), dtype=torch.bfloat16, device="cuda", weights="random")
     engine = Engine(ModelRunner(model, max_context_len=CONTEXT_LEN), eos_token_ids=())
     num_tokens = 0
     for result in engine.generate([1, 2, 3], SamplingParams()):

@@ -11,7 +11,7 @@ import torch
 
 PROGRAM = Path(__file__).parent / "own_decode.py"
 # Seconds that loading and compiling may take, and seconds of decoding behind them.
-STARTUP_S, DECODE_S = 25, 8
+STARTUP_S, DECODE_S = 20, 8
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="waits are a GPU's")
