@@ -1,7 +1,7 @@
 """Times greedy decoding with transformers and its static cache, which compiles the step by itself.
 
-Usage: run_transformers_gpu.py CONFIG.json CONTEXT_LEN NEW_TOKENS [DEVICE]; prints one JSON line. Weights are random; the
-time is that of `NEW_TOKENS` tokens behind the first few.
+Usage: run_transformers_gpu.py CONFIG.json CONTEXT_LEN NEW_TOKENS [DEVICE]; prints one JSON line. Weights are random;
+the time is that of `NEW_TOKENS` tokens behind the first few.
 """
 
 import json
