@@ -17,9 +17,12 @@ VENV_STAMP := $(VENV)/stamp-venv
 RUN_STAMP := $(VENV)/stamp-run
 TEST_STAMP := $(VENV)/stamp-test
 CLIENTS_STAMP := $(VENV)/stamp-clients
+# Ray brings many packages along: an environment of its own.
+REPLICAS_VENV := $(VENV)-replicas
+REPLICAS_STAMP := $(REPLICAS_VENV)/stamp
 export PROMPT
 
-.PHONY: help run test test-clients test-browser fuzz check docs bench-cpu test-gpu bench-gpu clean
+.PHONY: help run test test-clients test-browser test-replicas fuzz check docs bench-cpu test-gpu bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -38,6 +41,9 @@ test-clients: $(CLIENTS_STAMP)  ## The official clients of OpenAI and Anthropic 
 
 test-browser: $(CLIENTS_STAMP)  ## The page in headless Chromium, which must be installed; SCREENSHOTS=FOLDER keeps pictures
 	$(BIN)/python -m pytest tests/browser
+
+test-replicas: $(REPLICAS_STAMP)  ## Two replicas on a Ray cluster of this machine, one killed during a stream
+	OMP_NUM_THREADS=1 $(REPLICAS_VENV)/bin/python -m pytest tests/replicas
 
 fuzz: $(CLIENTS_STAMP)  ## Thousands of wrong requests: the server answers each and lives on
 	$(BIN)/python -m pytest tests/clients/test_fuzz.py --timeout 1800
@@ -83,3 +89,8 @@ $(TEST_STAMP): $(VENV_STAMP) pyproject.toml constraints.txt
 $(CLIENTS_STAMP): $(VENV_STAMP) pyproject.toml constraints.txt
 	$(PIP_INSTALL) -e '.[test,clients]'
 	@touch $@ $(TEST_STAMP) $(RUN_STAMP)
+
+$(REPLICAS_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(REPLICAS_VENV)
+	$(REPLICAS_VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[test,replicas]'
+	@touch $@

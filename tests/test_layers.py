@@ -23,6 +23,7 @@ LAYERS = (
     ("vocabulary", "tokenizer", "chat", "hub"),
     ("answer",),
     ("llm",),
+    ("follower",),
     ("profiler", "bench", "doctor", "draft_check"),
     ("train", "server"),
     ("cli",),
@@ -42,7 +43,7 @@ NEVER = {
 }
 # Packages an installation may lack: imported where they are used.
 OPTIONAL_PACKAGES = {
-    "accelerate", "cuda", "fla", "gguf", "llguidance", "matplotlib", "numpy", "readline", "transformers", "triton",
+    "accelerate", "cuda", "fla", "gguf", "llguidance", "matplotlib", "numpy", "ray", "readline", "transformers", "triton",
 }  # fmt: skip
 # Packages that bring kernels or an API of their own, and the only parts of the tree that may know them.
 CONFINED_PACKAGES = {
@@ -54,6 +55,7 @@ CONFINED_PACKAGES = {
     "llguidance": ("server",),
     "prometheus_client": ("server",),
     "pydantic": ("server",),
+    "ray": ("server",),
     "rich": ("cli",),
     "starlette": ("server",),
     "triton": ("kernels",),

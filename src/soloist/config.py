@@ -44,6 +44,11 @@ def _is_set(name: str) -> bool:
     return os.environ.get(name, "").strip().lower() not in ("", "0", "false", "no", "off")
 
 
+def forbid_telemetry() -> None:
+    """Tell packages that would report their use to somebody not to, unless the environment says otherwise."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
 def user_cache_dir() -> Path:
     """Give the folder for what may be deleted at any time; it need not exist yet."""
     return Environment.read().cache_dir

@@ -9,15 +9,14 @@ import uvicorn
 
 from soloist.llm import LLM
 from soloist.server.app import App
-from soloist.server.listen import bind
+from soloist.server.listen import Application, bind
 from soloist.server.settings import ServerSettings
 
 
 @contextlib.contextmanager
-def served(llm: LLM, **settings) -> Iterator[tuple[str, App]]:
-    """Serve a model while entered; gives the URL and the application."""
+def serving(app: Application) -> Iterator[str]:
+    """Serve an application while entered; gives the URL."""
     listener = bind("127.0.0.1", 0)
-    app = App(llm, ServerSettings(**({"model_name": "tiny"} | settings)))
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
@@ -25,9 +24,17 @@ def served(llm: LLM, **settings) -> Iterator[tuple[str, App]]:
         assert thread.is_alive(), "the server did not start"
         time.sleep(0.01)
     try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", app
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        app.service.close()
+        app.close()
         server.should_exit = True
         thread.join(timeout=10)
         listener.close()
+
+
+@contextlib.contextmanager
+def served(llm: LLM, **settings) -> Iterator[tuple[str, App]]:
+    """Serve a model while entered; gives the URL and the application."""
+    app = App(llm, ServerSettings(**({"model_name": "tiny"} | settings)))
+    with serving(app) as url:
+        yield url, app

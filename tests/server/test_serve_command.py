@@ -41,6 +41,12 @@ def test_wrong_options_are_refused_before_a_model_is_loaded(words, complaint, ca
     assert complaint in capsys.readouterr().err
 
 
+def test_replicas_are_refused_where_ray_is_missing(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main(["serve", "--replicas", "2", "--port", "0"]) == 2
+    assert "pip install 'soloist[server,replicas]'" in capsys.readouterr().err
+
+
 def test_a_port_that_is_taken_is_named():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -4,7 +4,8 @@ import dataclasses
 import logging
 import sys
 import time
-from typing import Annotated
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +14,10 @@ from soloist.cli.answer import load, make_params
 from soloist.cli.terminal import print_dim
 from soloist.config import Environment
 from soloist.errors import UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    from soloist.llm import LLM
+    from soloist.server.listen import Application
 
 GIB = 1 << 30
 
@@ -66,6 +71,12 @@ def serve(
     draft_width: options.DraftWidth = None,
     draft_weights_dtype: options.DraftWeightsDtype = None,
     adaptive_width: options.AdaptiveWidth = False,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            "--replicas", help="Serve so many copies of the model on a Ray cluster, or on this machine.", min=1
+        ),
+    ] = None,
     debug: options.Debug = False,
 ) -> None:
     """Serve a model over HTTP, in the protocols of OpenAI, Anthropic and llama.cpp; a page is at /.
@@ -78,7 +89,6 @@ def serve(
     except ImportError as error:
         raise UnsupportedError(f"serving needs {error.name}: pip install 'soloist[server]'") from None
     from soloist.doctor import known_bandwidth
-    from soloist.prefix import PrefixStore
     from soloist.server.settings import ServerSettings
 
     if model_name is not None and model is not None:
@@ -103,29 +113,64 @@ def serve(
         strips_billing_line=not keep_billing_line,
         defaults=defaults,
     )
+    make_llm = partial(
+        load_to_serve,
+        model_name or model,
+        prefix_bytes=round(prefix_memory * GIB),
+        prefix_device_bytes=round(prefix_device_memory * GIB),
+        context=context,
+        threads=threads,
+        device=device,
+        weights=weights,
+        weights_dtype=weights_dtype,
+        dtype=dtype,
+        draft=draft,
+        draft_width=draft_width,
+        draft_weights_dtype=draft_weights_dtype,
+        adaptive_width=adaptive_width,
+    )
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     with listen.bind(host, port) as listener:
-        llm = load(
-            model_name or model,
-            context=context,
-            threads=threads,
-            device=device,
-            weights=weights,
-            weights_dtype=weights_dtype,
-            dtype=dtype,
-            draft=draft,
-            draft_width=draft_width,
-            draft_weights_dtype=draft_weights_dtype,
-            adaptive_width=adaptive_width,
-        )
-        llm.engine.prefixes = PrefixStore(
-            host_bytes=round(prefix_memory * GIB), device_bytes=round(prefix_device_memory * GIB)
-        )
-        bandwidth = known_bandwidth(llm.engine.runner.model.device, Environment.read().cache_dir)
-        settings = dataclasses.replace(settings, model_name=alias or llm.name, bandwidth_gb_per_s=bandwidth)
-        logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+        app: Application
+        if replicas is None:
+            from soloist.server.app import App
+
+            llm = make_llm()
+            bandwidth = known_bandwidth(llm.engine.runner.model.device, Environment.read().cache_dir)
+            app = App(llm, dataclasses.replace(settings, model_name=alias or llm.name, bandwidth_gb_per_s=bandwidth))
+            name = app.service.settings.model_name
+        else:
+            from soloist.hub import find_model
+            from soloist.server.replicas.fleet import Fleet, import_ray
+
+            import_ray()
+            name = alias or find_model(model_name or model, with_weights=weights == "file").name
+            app = Fleet(
+                make_llm,
+                dataclasses.replace(settings, model_name=name),
+                num_replicas=replicas,
+                num_cpus=threads or 1,
+                num_gpus=1 if (device or "").startswith("cuda") else 0,
+            )
 
         def on_ready(url: str) -> None:
             took_s = time.perf_counter() - begin_s
-            print_dim(f"{settings.model_name} is ready after {took_s:.1f} s: {url}/v1, page at {url}/, Ctrl-C ends it")
+            print_dim(f"{name} is ready after {took_s:.1f} s: {url}/v1, page at {url}/, Ctrl-C ends it")
 
-        listen.run(llm, settings, listener, on_ready)
+        listen.run(app, listener, on_ready)
+
+
+def load_to_serve(model: str | None, *, prefix_bytes: int, prefix_device_bytes: int, **loading: Any) -> "LLM":
+    """Load a model that keeps what earlier requests have read.
+
+    Args:
+        model: its name or path.
+        prefix_bytes: host memory for what is kept.
+        prefix_device_bytes: memory of the model's device for it, besides.
+        loading: see `load`.
+    """
+    from soloist.prefix import PrefixStore
+
+    llm = load(model, **loading)
+    llm.engine.prefixes = PrefixStore(host_bytes=prefix_bytes, device_bytes=prefix_device_bytes)
+    return llm

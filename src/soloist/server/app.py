@@ -48,6 +48,10 @@ class App:
         with contextlib.suppress(Exception):
             await self._gate(scope, receive, send)
 
+    def close(self) -> None:
+        """End all work."""
+        self.service.close()
+
 
 def make_api(service: Service) -> FastAPI:
     """Make the routes of a service, without the gate in front of them."""

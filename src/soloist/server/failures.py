@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from soloist.errors import ContextLengthError, DoesNotFitError, NumericsError, SoloistError, UsageError
+from soloist.server.stream import DONE, event
 
 logger = logging.getLogger("soloist.server")
 
@@ -63,6 +64,17 @@ class Failure:
         """The body in Anthropic's form, also the data of an `error` event."""
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def events(self, path: str) -> bytes:
+        """What ends a stream of `path` that has begun and cannot go on."""
+        if path.startswith("/v1/messages"):
+            return event(self.anthropic_body, "error")
+        if path.endswith("/responses"):
+            told = {"type": "error", "code": self.code, "message": self.message, "param": self.param}
+            return event(told | {"sequence_number": 0}, "error")
+        if path in ("/infill", "/completion"):
+            return event(self.openai_body | {"content": "", "stop": True})
+        return event(self.openai_body) + DONE
 
     def body(self, path: str) -> dict[str, Any]:
         """The body for a request to `path`."""

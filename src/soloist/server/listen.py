@@ -5,13 +5,12 @@ import logging
 import socket
 import urllib.request
 from collections.abc import Callable
+from typing import Protocol
 
 import uvicorn
+from starlette.types import Receive, Scope, Send
 
 from soloist.errors import UsageError
-from soloist.llm import LLM
-from soloist.server.app import App
-from soloist.server.settings import ServerSettings
 
 # A connection that does not end although its answer has is cut after so long.
 _GRACE_S = 3
@@ -51,10 +50,19 @@ def _who_listens(host: str, port: int) -> str:
     return f": a Soloist that serves {model.get('id')} listens there; --port 0 takes any free port"
 
 
+class Application(Protocol):
+    """What is served: ASGI, with work that can be ended."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+    def close(self) -> None:
+        """End all work."""
+
+
 class _Server(uvicorn.Server):
     """Ends running answers first, so that no open stream holds up the end."""
 
-    def __init__(self, config: uvicorn.Config, app: App, on_ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, app: Application, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._soloist = app
         self._on_ready = on_ready
@@ -65,21 +73,19 @@ class _Server(uvicorn.Server):
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._soloist.service.close()
+        self._soloist.close()
         await super().shutdown(sockets)
 
 
-def run(llm: LLM, settings: ServerSettings, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
+def run(app: Application, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
     """Serve until a signal ends it.
 
     Args:
-        llm: the model; nothing else may use it meanwhile.
-        settings: of the server.
+        app: what is served.
         listener: where; see `bind`.
         on_ready: called with the server's URL once the model has made a token.
     """
     logging.getLogger("soloist.server").setLevel(logging.INFO)
-    app = App(llm, settings)
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S, server_header=False
     )

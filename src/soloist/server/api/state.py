@@ -1,6 +1,7 @@
 """What the server is and does: models, health, readiness, properties, metrics, and forgetting what is kept."""
 
 import dataclasses
+import os
 import time
 from typing import Any
 
@@ -99,6 +100,7 @@ def describe_server(service: Service) -> dict[str, Any]:
     prefixes = engine.prefixes
     return {
         "version": soloist.__version__,
+        "pid": os.getpid(),
         "model": describe_model(service),
         "chat_template": None if llm.chat_template is None else llm.chat_template.text_for(None),
         "template_variables": [] if llm.chat_template is None else sorted(llm.chat_template.variables),

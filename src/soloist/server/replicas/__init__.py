@@ -1,0 +1,1 @@
+"""Several replicas of one server on a Ray cluster, behind the same API. Needs the extra `replicas`."""
