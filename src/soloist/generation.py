@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import torch
 
@@ -152,8 +152,11 @@ class Generation:
         self.reuse = Reuse(num_tokens=0, reason="nothing is kept between requests")
         # The answer so far.
         self.token_ids: list[int] = []
-        self._seed = secrets.randbits(63) if params.seed is None else params.seed
+        # Of the random numbers; a rank takes rank 0's.
+        self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self._is_cancelled = threading.Event()
+        # Whether the other ranks wait for rank 0's word before the next step.
+        self._awaits_word = False
         # Whether this request holds the engine, and whether its last result was given.
         self._is_running = self._is_over = self._has_failed = False
         # Whether it is among the engine's totals.
@@ -174,9 +177,14 @@ class Generation:
             raise StopIteration
         try:
             result = self._next_result()
-        except BaseException:
+        except BaseException as error:
             self._has_failed = True
+            # All ranks find the same logits, so each ends by itself.
+            is_alike = self._awaits_word or isinstance(error, NumericsError)
+            is_out_of_step = self._is_running and not is_alike
             self.close()
+            if is_out_of_step:
+                self._engine.ranks.fail(error)
             raise
         if result.finish_reason is not None:
             self.close()
@@ -194,14 +202,19 @@ class Generation:
         self._is_over = True
         if self._is_running:
             self._is_running = False
-            # Steps that were enqueued ahead do nothing behind the one under way, whose tokens nobody was given.
-            self._engine.runner.buffers.is_stop_requested.fill_(True)
+            if self._awaits_word:
+                self._engine.ranks.agree(True)
+            if self._engine.ranks.group.size == 1:
+                # Steps that were enqueued ahead do nothing behind the one under way, whose tokens nobody was given.
+                # Ranks would see it at different steps, so they let the few that are under way commit.
+                self._engine.runner.buffers.is_stop_requested.fill_(True)
             unread = [token for record in self._drain() for token in record.token_ids]
             # A pass that broke off may have written state that belongs to no token.
             if self._engine.prefixes is not None and not self._has_failed:
                 self._engine.prefixes.end([*self.prompt_ids, *self.token_ids, *unread])
             self._is_counted = True
             self._count(1)
+            self._engine.ranks.rest()
             self._engine.in_use.release()
 
     def _drain(self) -> list[StepRecord]:
@@ -242,7 +255,7 @@ class Generation:
             prompt_tokens=len(self.prompt_ids),
             cached_tokens=self.reuse.num_tokens,
             completion_tokens=len(self.token_ids) if self._num_kept is None else self._num_kept,
-            seed=None if self._params.is_greedy else self._seed,
+            seed=None if self._params.is_greedy else self.seed,
             drafter=engine.drafter.name,
             policy=engine.policy,
             drafting_off_after=None if engine.switch is None else engine.switch.off_after,
@@ -262,13 +275,15 @@ class Generation:
             if not self._engine.in_use.acquire(blocking=False):
                 raise UsageError("the model is answering another request; finish or close that one first")
             self._is_running = True
+            self._engine.ranks.lead(self._request())
             plan = self._begin()
             if not self._prefill(plan):
                 return _end("cancelled")
             if self._max_tokens == 0:
                 return _end("length")
             self._steps = self._engine.open_queue(plan, self.constraint, self._params.logprobs)
-        if self._is_cancelled.is_set():
+        self._awaits_word = False
+        if self._engine.ranks.agree(self._is_cancelled.is_set()):
             return _end("cancelled")
         started_s = time.perf_counter()
         record = self._steps.next()
@@ -276,6 +291,19 @@ class Generation:
             switch.note(record.num_drafted + 1, len(record.token_ids), 1000 * (time.perf_counter() - started_s))
             self._engine.drafter.is_following = switch.is_on
         return self._take_record(record)
+
+    def _request(self) -> dict[str, Any]:
+        """Put down what another rank needs to run the same request."""
+        prefixes = self._engine.prefixes
+        return {
+            "prompt_ids": self.prompt_ids,
+            "params": self._params,
+            "seed": self.seed,
+            "turn_ends": self.turn_ends,
+            "prompt_logprobs": self.num_prompt_logprobs,
+            "has_constraint": self.constraint is not None,
+            "prefix_bytes": None if prefixes is None else (prefixes.device_bytes, prefixes.host_bytes),
+        }
 
     def _begin(self) -> SamplingPlan:
         engine, has_constraint = self._engine, self.constraint is not None
@@ -291,7 +319,7 @@ class Generation:
         return engine.runner.buffers.begin(
             self.prompt_ids,
             self._params,
-            seed=self._seed,
+            seed=self.seed,
             max_tokens=self._max_tokens,
             stop_ids={*eos, *self._params.stop_token_ids},
             has_constraint=has_constraint,
@@ -337,8 +365,11 @@ class Generation:
             if self.on_prefill is not None:
                 self.on_prefill(start - first + done, total)
 
+        def is_cancelled() -> bool:
+            return self._engine.ranks.agree(self._is_cancelled.is_set())
+
         return self._engine.runner.prefill(
-            prompt[start:end], on_chunk=on_chunk, on_progress=on_progress, is_cancelled=self._is_cancelled.is_set
+            prompt[start:end], on_chunk=on_chunk, on_progress=on_progress, is_cancelled=is_cancelled
         )
 
     def _score(self, prompt: torch.Tensor, hidden: torch.Tensor) -> None:
@@ -359,7 +390,9 @@ class Generation:
 
     def _take_record(self, record: StepRecord) -> StepResult:
         if record.finish_code is FinishCode.NOT_FINITE:
+            self._engine.ranks.check()
             self._raise_not_finite()
+        self._awaits_word = record.finish_code is FinishCode.RUNNING
         self._note(record)
         if self.constraint is not None:
             self.constraint.advance(record.token_ids)

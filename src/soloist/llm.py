@@ -22,6 +22,7 @@ from soloist.generation import RequestStats
 from soloist.hub import find_model
 from soloist.models import load_model
 from soloist.models.loader import Progress, WeightsDtype
+from soloist.runtime.comm import Follower, Leader, Ranks, check_tensor_parallel_size, connect_gpus, rank_device
 from soloist.runtime.runner import ModelRunner, measure_num_threads
 from soloist.sampling_params import SamplingParams
 from soloist.spec import DRAFTERS, make_drafter
@@ -59,7 +60,9 @@ class LLM:
         seed: of random weights.
         weights_dtype: how linear maps are held; see `load_model`.
         max_context_len: most tokens of prompt and answer together. None: what the model allows, up to 32768.
-        num_threads: CPU threads. None: measured in a few steps, starting from what torch would take.
+        num_threads: CPU threads, of each rank. None: measured in a few steps, starting from what torch would take;
+            several ranks share what it would take.
+        tensor_parallel_size: ranks that share the model: 1, 2, 4 or 8 processes, each with a GPU if `device` is "cuda".
         progress: called with (bytes read, bytes to read) while the weights are read.
 
     Raises:
@@ -68,6 +71,7 @@ class LLM:
         CheckpointError: its files are incomplete, damaged or contradict each other.
         DoesNotFitError: weights or context are larger than the free memory.
         ContextLengthError: the model does not allow `max_context_len` tokens.
+        RankLostError: a rank did not start, or ended.
         UsageError: an argument is out of range.
     """
 
@@ -87,22 +91,81 @@ class LLM:
         weights_dtype: WeightsDtype | None = None,
         max_context_len: int | None = None,
         num_threads: int | None = None,
+        tensor_parallel_size: int = 1,
         progress: Progress | None = None,
     ) -> None:
         if num_threads is not None and num_threads < 1:
             raise UsageError(f"num_threads is {num_threads}; allowed: at least 1, or None for a measurement")
-        found = find_model(None if model is None else str(model), with_weights=weights == "file")
+        if adaptive_width and tensor_parallel_size > 1:
+            raise UnsupportedError("adaptive_width is timed and decided by one rank: leave it out, or take one rank")
+        arguments: dict[str, Any] = {
+            "model": None if model is None else str(model),
+            "draft": draft,
+            "draft_width": draft_width,
+            "draft_weights_dtype": draft_weights_dtype,
+            "adaptive_width": adaptive_width,
+            "simulated_acceptance": simulated_acceptance,
+            "dtype": dtype,
+            "weights": weights,
+            "seed": seed,
+            "weights_dtype": weights_dtype,
+            "max_context_len": max_context_len,
+            "num_threads": num_threads,
+        }
+        place = _as_device(device)
+        check_tensor_parallel_size(tensor_parallel_size, place)
+        if tensor_parallel_size == 1:
+            self._load(Ranks(), place, progress, **arguments)
+            return
+        ranks = Leader(tensor_parallel_size, place, "from soloist.follower import main; main()", arguments)
+        try:
+            self._load(ranks, rank_device(place, 0), progress, **arguments)
+            ranks.wait_until_loaded(self.engine.runner.model.report.checksums)
+        except BaseException as error:
+            ranks.fail(error)
+            raise
+
+    @classmethod
+    def of_rank(cls, ranks: Follower, arguments: dict[str, Any]) -> Self:
+        """Load what one of several ranks has, in the process that rank 0 started for it."""
+        llm = cls.__new__(cls)
+        llm._load(ranks, ranks.device, None, **arguments)
+        return llm
+
+    def _load(
+        self,
+        ranks: Ranks,
+        device: torch.device,
+        progress: Progress | None,
+        *,
+        model: str | None,
+        draft: str | None,
+        draft_width: int | None,
+        draft_weights_dtype: WeightsDtype | None,
+        adaptive_width: bool,
+        simulated_acceptance: float | None,
+        dtype: torch.dtype | str | None,
+        weights: Literal["file", "random"],
+        seed: int,
+        weights_dtype: WeightsDtype | None,
+        max_context_len: int | None,
+        num_threads: int | None,
+    ) -> None:
+        """Load everything on one rank; arguments are those of the constructor."""
+        found = find_model(model, with_weights=weights == "file")
         tokenizer = None if found.path is None else Tokenizer.load(found.path)
         source = found.path or found.config
         assert source is not None
+        connect_gpus(ranks, source, device)
         target = load_model(
             source,
-            device=_as_device(device),
+            device=device,
             dtype=_as_dtype(dtype),
             weights=weights,
             seed=seed,
             weights_dtype=weights_dtype,
             progress=progress,
+            group=ranks.group,
         )
         if tokenizer is not None:
             tokenizer.check_vocab_size(target.config.vocab_size)
@@ -133,9 +196,13 @@ class LLM:
             capture_layers=drafter.capture_layers,
         )
         engine = Engine(runner, drafter, simulated_acceptance=simulated_acceptance)
+        engine.ranks = ranks
         self._assemble(engine, tokenizer, found.name)
         if target.device.type == "cpu":
-            torch.set_num_threads(num_threads or measure_num_threads(runner))
+            num_ranks = ranks.group.size
+            # Steps of one rank cannot be timed alone.
+            shared = max(1, torch.get_num_threads() // num_ranks) if num_ranks > 1 else 0
+            torch.set_num_threads(num_threads or shared or measure_num_threads(runner))
         if adaptive_width:
             engine.adapt_width(known_costs(engine, user_cache_dir()))
 

@@ -53,6 +53,12 @@ Threads = Annotated[
     int | None, typer.Option("-t", "--threads", help="CPU threads. Default: a short measurement.", metavar="N")
 ]
 Device = Annotated[str | None, typer.Option("--device", help="cpu (the default) or cuda.", metavar="DEVICE")]
+TensorParallelSize = Annotated[
+    int,
+    typer.Option(
+        "--tensor-parallel-size", "--tp", help="Processes, or GPUs, that share the model: 1, 2, 4 or 8.", metavar="N"
+    ),
+]
 Weights = Annotated[
     Literal["file", "random"], typer.Option("--weights", help="`random` runs a config without its checkpoint.")
 ]

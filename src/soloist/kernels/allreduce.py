@@ -145,6 +145,12 @@ def all_gather_columns(x: torch.Tensor, group: TensorParallel) -> torch.Tensor:
     return _gather(x, group).transpose(0, 1).flatten(1)  # (T, ranks * I)
 
 
+def broadcast(x: torch.Tensor, group: TensorParallel) -> None:
+    """Give every rank what rank 0 has in `x`, written in place."""
+    if group.size > 1:
+        dist.broadcast(x.view(-1).view(torch.uint8), group_src=0, group=group.process_group)
+
+
 def linear_all_reduce(x: torch.Tensor, weight: Weight, residual: torch.Tensor, group: TensorParallel) -> torch.Tensor:
     """Apply a linear map whose inputs the ranks share, and add it to the residual stream.
 

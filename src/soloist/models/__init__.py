@@ -1,6 +1,7 @@
 """Architectures by name, and `load_model`: from a path or a config to a model with its weights."""
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -170,5 +171,7 @@ def load_model(
     counted = CountingSource(source)
     loaded = model_class(config, counted)
     loaded.report = source.report()
+    if group.size > 1:
+        loaded.report.checksums["config.json"] = zlib.crc32(repr(config).encode())
     loaded.footprint = counted.footprint(blueprint.make_cache(1), config, num_layers=config.num_hidden_layers)
     return loaded

@@ -44,6 +44,8 @@ PACKED_BYTES_PER_VALUE: dict[PackedKind, float] = {"fp16": 2, "int8": 1, "int4":
 DEFAULT_PACKING: PackedKind | None = "fp16"
 # Ranks that may share a model.
 NUM_RANKS = (1, 2, 4, 8)
+# Integers as wide as a dtype.
+_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 # Names shown when many tensors are wrong.
 MAX_NAMES_SHOWN = 10
 # Standard deviation of random linear maps and embeddings.
@@ -116,6 +118,8 @@ class LoadingSource(WeightSource):
         self._num_file_bytes, self._num_read_bytes, self._progress = num_file_bytes, 0, progress
         self._bytes_by_format: Counter[str] = Counter()
         self._packing_error: dict[str, float] = {}
+        # () int64 each.
+        self._checksums: dict[str, torch.Tensor] = {}
         self._start_s = time.perf_counter()
 
     @abstractmethod
@@ -128,6 +132,7 @@ class LoadingSource(WeightSource):
             bytes_by_format=dict(self._bytes_by_format),
             packing_error=dict(self._packing_error),
             load_s=time.perf_counter() - self._start_s,
+            checksums={name: int(checksum) for name, checksum in self._checksums.items()},
         )
 
     def _advance(self, num_bytes: int) -> None:
@@ -142,6 +147,8 @@ class LoadingSource(WeightSource):
         stacked = torch.empty((sum(num_rows), *shapes[0][1:]), dtype=dtype, device=self.device)
         for part, destination in zip(parts, stacked.split(num_rows), strict=True):
             self._advance(self._fill(part, destination, init))
+            if part.split is None and self.group.size > 1:
+                self._checksums[part.name] = destination.view(_BITS[dtype]).sum(dtype=torch.int64)
         return stacked
 
     def _count_dense(self, tensor: torch.Tensor) -> torch.Tensor:

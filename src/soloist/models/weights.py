@@ -6,7 +6,7 @@ knows about files, formats, dtypes and packing.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -123,6 +123,8 @@ class LoadReport:
     # spread over each matrix.
     packing_error: dict[str, float]
     load_s: float
+    # By name of a tensor that every rank holds whole: a sum of its bits, which must be the same on all. Empty on one.
+    checksums: dict[str, int] = field(default_factory=dict)
 
     @property
     def weight_bytes(self) -> int:

@@ -1,0 +1,57 @@
+"""What a rank other than rank 0 runs: it loads the model as rank 0 does, then runs whatever request rank 0 runs."""
+
+import contextlib
+from typing import Any
+
+import torch
+
+from soloist.engine import Engine
+from soloist.errors import NumericsError, SoloistError
+from soloist.llm import LLM
+from soloist.prefix import PrefixStore
+from soloist.runtime.comm import Follower
+
+
+class FollowedConstraint:
+    """Stands for a constraint that rank 0 decides; what may follow comes from there."""
+
+    def num_legal(self, draft_tokens: list[int]) -> int:
+        raise AssertionError("rank 0 decides what is legal")
+
+    def allowed(self, draft_tokens: list[int]) -> torch.Tensor:
+        raise AssertionError("rank 0 decides what is allowed")
+
+    def advance(self, token_ids: list[int]) -> None:
+        """Follow nothing."""
+
+
+def run_request(engine: Engine, request: dict[str, Any]) -> None:
+    """Run a request of rank 0, whose answer nobody reads here."""
+    if request["prefix_bytes"] is not None and engine.prefixes is None:
+        device_bytes, host_bytes = request["prefix_bytes"]
+        engine.prefixes = PrefixStore(device_bytes=device_bytes, host_bytes=host_bytes)
+    generation = engine.generate(
+        request["prompt_ids"],
+        request["params"],
+        turn_ends=request["turn_ends"],
+        prompt_logprobs=request["prompt_logprobs"],
+        constraint=FollowedConstraint() if request["has_constraint"] else None,
+    )
+    generation.seed = request["seed"]
+    # Rank 0 raises it as well.
+    with contextlib.suppress(NumericsError):
+        for _ in generation:
+            pass
+
+
+def main() -> None:
+    """Be a rank until rank 0 ends."""
+    ranks = Follower()
+    try:
+        llm = LLM.of_rank(ranks, ranks.arguments)
+    except SoloistError as error:
+        ranks.say(error)
+        return
+    ranks.say(llm.engine.runner.model.report.checksums)
+    while True:
+        run_request(llm.engine, ranks.next_request())

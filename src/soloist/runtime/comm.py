@@ -1,0 +1,328 @@
+"""Ranks: the processes that share one model, how they start, keep in step, and end together.
+
+Rank 0 is this process; it starts the others and talks to the world. Every rank runs the same requests by the same
+engine on its part of the model, and decides from tensors that all ranks have alike. What only the host of rank 0 knows
+(a request, a cancel, a stop string) it says in words on a pipe: a request before it begins, and a word before every
+chunk of a prompt and every step that is waited for. A rank that has no word to read sleeps.
+
+A rank that ends brings the others down: rank 0 raises `RankLostError`, or ends its process where it hangs in an
+exchange that will never end.
+"""
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from soloist.config import disable_multicast
+from soloist.errors import CheckpointError, RankLostError, SoloistError, UsageError
+from soloist.kernels.allreduce import TensorParallel
+from soloist.kernels.allreduce_cuda import make_mailboxes
+from soloist.models import open_model, read_config
+from soloist.models.loader import NUM_RANKS
+
+# How long rank 0 may take to notice by itself that a rank is lost; with the time to see it, below 5 s.
+_GRACE_S = 3.0
+# A GPU's collective gives up after this; within the grace.
+_EXCHANGE_S = 2.5
+_LOST_EXIT_CODE = 1
+# Between two looks of a rank at whether rank 0 lives.
+_PARENT_POLL_S = 0.5
+
+
+class Ranks:
+    """The words between ranks; this one is alone and keeps them to itself."""
+
+    group = TensorParallel()
+
+    def lead(self, request: dict[str, Any]) -> None:
+        """Have the other ranks begin the same request; from rank 0."""
+
+    def agree(self, choice: bool) -> bool:
+        """Give rank 0's choice, in the same place of the same request on every rank."""
+        return choice
+
+    def rest(self) -> None:
+        """Hear that the request is over."""
+
+    def check(self) -> None:
+        """See whether every rank is there.
+
+        Raises:
+            RankLostError: one is not.
+        """
+        if self.group.mailboxes is not None:
+            self.group.mailboxes.check()
+
+    def fail(self, error: BaseException) -> None:
+        """Hear that a request broke off where the other ranks cannot know it.
+
+        Raises:
+            RankLostError: because a rank was lost.
+        """
+
+
+def _join(rank: int, size: int, meeting: str, device: torch.device) -> TensorParallel:
+    """Join the other ranks; the mailboxes of GPUs come with the size of the model's rows, see `connect_gpus`."""
+    method = f"file://{meeting}/ranks"
+    if device.type == "cuda":
+        disable_multicast()
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", init_method=method, rank=rank, world_size=size, device_id=device)
+    else:
+        dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size)
+    return TensorParallel(rank=rank, size=size, process_group=dist.group.WORLD)
+
+
+def connect_gpus(ranks: Ranks, model: Path | dict[str, Any], device: torch.device) -> None:
+    """Add what a GPU's steps exchange rows through to the ranks' group; every rank calls it. A CPU's need nothing.
+
+    Args:
+        ranks: of this process.
+        model: where the model is, or its config.
+        device: of this rank.
+    """
+    group = ranks.group
+    if group.process_group is None or device.type != "cuda":
+        return
+    config = model if isinstance(model, dict) else read_config(open_model(model))
+    mailboxes = make_mailboxes(
+        group.process_group, hidden_size=config["hidden_size"], device=device, timeout_s=_EXCHANGE_S
+    )
+    ranks.group = replace(group, mailboxes=mailboxes)
+
+
+def rank_device(device: torch.device, rank: int) -> torch.device:
+    """Give the device of a rank: every GPU has one rank, a CPU all of them."""
+    return torch.device("cuda", rank) if device.type == "cuda" else device
+
+
+def check_tensor_parallel_size(size: int, device: torch.device) -> None:
+    """Refuse a number of ranks that this machine does not have.
+
+    Raises:
+        UsageError: the message says what is allowed.
+    """
+    if size not in NUM_RANKS:
+        raise UsageError(f"tensor_parallel_size is {size}; allowed: {', '.join(map(str, NUM_RANKS))}")
+    if size == 1 or device.type != "cuda":
+        return
+    if str(device) != "cuda":
+        raise UsageError(
+            f"device is {str(device)!r} and tensor_parallel_size {size}: ranks take the GPUs 0 to {size - 1}; say cuda,"
+            " and choose others by CUDA_VISIBLE_DEVICES"
+        )
+    if size > torch.cuda.device_count():
+        raise UsageError(f"tensor_parallel_size is {size}, and PyTorch sees {torch.cuda.device_count()} CUDA devices")
+
+
+class Leader(Ranks):
+    """Rank 0's side: starts the other ranks and leads them.
+
+    Args:
+        size: ranks, this one included.
+        device: of the model; rank r of GPUs has GPU r.
+        program: what Python runs as another rank: it makes a `Follower`.
+        arguments: what `Follower.arguments` gives there; pickled.
+
+    Raises:
+        RankLostError: a rank did not start.
+    """
+
+    def __init__(self, size: int, device: torch.device, program: str, arguments: object) -> None:
+        self._size, self._lost = size, ""
+        # Whether this rank may be in an exchange with another, and whether it has ended them.
+        self._busy, self._closing = threading.Event(), threading.Event()
+        # Where ranks meet; a folder of this machine, so that no port is open.
+        self._meeting = tempfile.TemporaryDirectory(prefix="soloist-ranks-")
+        # A session of their own: a terminal's Ctrl-C is rank 0's to answer.
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            )
+            for _ in range(1, size)
+        ]
+        self._end = weakref.finalize(self, _close, self._closing, self._processes)
+        for rank, process in enumerate(self._processes, start=1):
+            threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
+        try:
+            for rank in range(1, size):
+                self._receive(rank)
+            for rank in range(1, size):
+                self._send(rank, (rank, size, self._meeting.name, device, arguments))
+            self._busy.set()
+            self.group = _join(0, size, self._meeting.name, rank_device(device, 0))
+        except BaseException:
+            self.close()
+            raise
+
+    def wait_until_loaded(self, identity: dict[str, int]) -> None:
+        """Wait for the other ranks to have loaded the model, and compare what all ranks must hold alike.
+
+        Args:
+            identity: a number for each tensor that every rank holds whole, and for the config.
+
+        Raises:
+            CheckpointError: a rank has loaded something else.
+            SoloistError: what a rank raised while it loaded.
+            RankLostError: a rank has ended.
+        """
+        for rank in range(1, self._size):
+            answer = self._receive(rank)
+            if isinstance(answer, SoloistError):
+                raise answer
+            other = [name for name in identity | answer if identity.get(name) != answer.get(name)]
+            if other:
+                raise CheckpointError(
+                    f"rank {rank} has loaded another model than rank 0: {len(other)} of the {len(identity)} things that"
+                    f" all ranks hold differ, such as {other[0]}; give every rank the same files"
+                )
+        self._busy.clear()
+
+    def lead(self, request: dict[str, Any]) -> None:
+        self._busy.set()
+        for rank in range(1, self._size):
+            self._send(rank, request)
+
+    def agree(self, choice: bool) -> bool:
+        for rank in range(1, self._size):
+            self._send(rank, choice)
+        return choice
+
+    def rest(self) -> None:
+        self._busy.clear()
+
+    def check(self) -> None:
+        if self._lost:
+            self._raise_lost()
+        super().check()
+
+    def fail(self, error: BaseException) -> None:
+        # A rank's end and what it does to an exchange are not seen in this order.
+        deadline_s = time.monotonic() + 1.0
+        while not self._lost and isinstance(error, RuntimeError | RankLostError) and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        was_lost = self._lost
+        self.close()
+        if was_lost and not isinstance(error, RankLostError):
+            raise RankLostError(was_lost) from error
+
+    def close(self) -> None:
+        """End the other ranks; the engine cannot be used any more."""
+        self._busy.clear()
+        self._lost = self._lost or "the ranks of this model were ended; load it again"
+        self._end()
+        if dist.is_initialized() and dist.get_backend() == "gloo":
+            dist.destroy_process_group()
+        self._meeting.cleanup()
+
+    def _send(self, rank: int, message: object) -> None:
+        if self._lost:
+            self._raise_lost()
+        stream = self._processes[rank - 1].stdin
+        assert stream is not None
+        try:
+            pickle.dump(message, stream)
+            stream.flush()
+        except OSError:
+            self._raise_lost()
+
+    def _receive(self, rank: int) -> Any:
+        stream = self._processes[rank - 1].stdout
+        assert stream is not None
+        try:
+            return pickle.load(stream)
+        except (EOFError, OSError, pickle.UnpicklingError):
+            self._raise_lost()
+
+    def _raise_lost(self) -> NoReturn:
+        deadline_s = time.monotonic() + 1.0
+        while not self._lost and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        raise RankLostError(self._lost or "a rank does not answer any more")
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        """Wait for one rank's end, in a thread."""
+        code = process.wait()
+        if self._closing.is_set() or self._lost:
+            return
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        self._lost = f"rank {rank} of {self._size} {how}, and the model is lost with it: load it again"
+        _kill(self._processes)
+        if self._busy.is_set():
+            # Rank 0 says so itself if it gets out of the exchange it is in.
+            if self._closing.wait(_GRACE_S) or not self._busy.is_set():
+                return
+            print(f"soloist: {self._lost}", file=sys.stderr, flush=True)
+            os._exit(_LOST_EXIT_CODE)
+        print(f"soloist: {self._lost}", file=sys.stderr, flush=True)
+
+
+def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.kill()
+
+
+def _close(closing: threading.Event, processes: list[subprocess.Popen[bytes]]) -> None:
+    closing.set()
+    _kill(processes)
+    for process in processes:
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+
+
+class Follower(Ranks):
+    """The side of any other rank, in a process that `Leader` started."""
+
+    def __init__(self) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # What others print must not get between the messages.
+        self._output: IO[bytes] = os.fdopen(os.dup(1), "wb")
+        os.dup2(2, 1)
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+        self.say("started")
+        rank, size, meeting, device, self.arguments = self._receive()
+        self.device = rank_device(device, rank)
+        self.group = _join(rank, size, meeting, self.device)
+
+    def say(self, message: object) -> None:
+        """Answer rank 0: what was loaded, or the error that kept it from being."""
+        pickle.dump(message, self._output)
+        self._output.flush()
+
+    def _receive(self) -> Any:
+        try:
+            return pickle.load(sys.stdin.buffer)
+        except EOFError:
+            # Rank 0 has ended.
+            sys.exit(0)
+
+    def next_request(self) -> dict[str, Any]:
+        """Sleep until rank 0 begins a request."""
+        request: dict[str, Any] = self._receive()
+        return request
+
+    def agree(self, choice: bool) -> bool:
+        return bool(self._receive())
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent has, whatever it waits for."""
+    while os.getppid() == parent:
+        time.sleep(_PARENT_POLL_S)
+    os._exit(_LOST_EXIT_CODE)

@@ -1,0 +1,191 @@
+"""Ranks as the world sees them: one model, one answer; and what happens when one of them goes, or never fits."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from soloist import LLM, SamplingParams
+from soloist.errors import CheckpointError, RankLostError, UnsupportedError, UsageError
+from soloist.runtime.comm import Leader
+from tests.tiny_model import write_tiny_model
+
+PROMPT = list(range(3, 103)) * 3
+GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    return write_tiny_model(folder)
+
+
+def load(folder: Path, size: int = 2, **options: Any) -> LLM:
+    return LLM(folder, dtype="float32", num_threads=1, tensor_parallel_size=size, max_context_len=512, **options)
+
+
+def leader_of(llm: LLM) -> Leader:
+    ranks = llm.engine.ranks
+    assert isinstance(ranks, Leader)
+    return ranks
+
+
+@pytest.fixture
+def llm(folder: Path) -> Iterator[LLM]:
+    llm = load(folder, draft="ngram")
+    yield llm
+    leader_of(llm).close()
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_ranks_give_one_answer_whatever_ended_the_last_one_and_sleep_between(folder: Path, llm: LLM) -> None:
+    wanted = load(folder, 1).generate(PROMPT, GREEDY)
+    assert llm.generate(PROMPT, GREEDY).token_ids == wanted.token_ids
+
+    # Left in the middle of an answer, by a stop string, a close and a cancel.
+    text = wanted.text[:3]
+    stopped = llm.generate(PROMPT, SamplingParams(max_tokens=16, ignore_eos=True, stop=(text[1:],)))
+    assert stopped.finish_reason == "stop"
+    stream = llm.stream(PROMPT, GREEDY)
+    next(stream)
+    stream.close()
+    stream = llm.stream(PROMPT, GREEDY)
+    next(stream)
+    stream.cancel()
+    assert stream.completion.finish_reason == "cancelled"
+    # And while the prompt is read.
+    stream = llm.stream(PROMPT, GREEDY, on_prefill=lambda done, total: stream.cancel() if done else None)
+    assert stream.completion.finish_reason == "cancelled"
+    assert llm.generate(PROMPT, GREEDY).token_ids == wanted.token_ids
+
+    sampled = SamplingParams(max_tokens=16, ignore_eos=True, temperature=0.8, logprobs=2)
+    assert len(llm.generate(PROMPT, sampled).token_ids) == 16
+
+    pid = leader_of(llm)._processes[0].pid
+    before_s = cpu_seconds(pid)
+    time.sleep(1.5)
+    assert cpu_seconds(pid) - before_s < 0.015 + 1 / os.sysconf("SC_CLK_TCK")
+
+
+def test_a_rank_that_dies_in_a_request_ends_it_with_a_message(llm: LLM) -> None:
+    def kill(done: int, total: int) -> None:
+        if done:
+            leader_of(llm)._processes[0].kill()
+
+    started_s = time.monotonic()
+    with pytest.raises(RankLostError, match="rank 1 of 2 was killed by signal 9"):
+        llm.generate(PROMPT, GREEDY, on_prefill=kill)
+    assert time.monotonic() - started_s < 5
+    with pytest.raises(RankLostError, match="load it again"):
+        llm.generate(PROMPT, GREEDY)
+
+
+def test_a_rank_that_dies_between_requests_is_missed_at_once(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    process = leader_of(llm)._processes[0]
+    process.send_signal(signal.SIGTERM)
+    process.wait()
+    with pytest.raises(RankLostError, match="rank 1 of 2 was killed by signal 15"):
+        llm.generate(PROMPT, GREEDY)
+    assert "rank 1 of 2 was killed by signal 15" in capfd.readouterr().err
+
+
+def test_a_rank_that_holds_another_model_is_found_while_loading(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = write_tiny_model(tmp_path / "other")
+    name = "model.layers.1.input_layernorm.weight"
+    for shard in other.glob("*.safetensors"):
+        tensors = load_file(shard)
+        if name in tensors:
+            # One bit of one value.
+            tensors[name].view(torch.int16)[7] ^= 1
+            save_file(tensors, shard)
+
+    class Misled(Leader):
+        def __init__(self, size: int, device: Any, program: str, arguments: dict[str, Any]) -> None:
+            super().__init__(size, device, program, arguments | {"model": str(other)})
+
+    monkeypatch.setattr("soloist.llm.Leader", Misled)
+    with pytest.raises(CheckpointError, match=r"other.* than rank 0: 1 of .*model\.layers\.1\.input_layernorm"):
+        load(folder)
+
+
+def test_an_error_of_another_rank_is_raised_here(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Misled(Leader):
+        def __init__(self, size: int, device: Any, program: str, arguments: dict[str, Any]) -> None:
+            super().__init__(size, device, program, arguments | {"model": str(tmp_path)})
+
+    monkeypatch.setattr("soloist.llm.Leader", Misled)
+    with pytest.raises(CheckpointError, match=r"no config\.json|tokenizer"):
+        load(folder)
+
+
+HUNG = """
+import sys, time, torch
+from soloist.runtime.comm import Leader
+leader = Leader(2, torch.device("cpu"), "from soloist.runtime.comm import Follower; Follower()", None)
+# In an exchange that nobody ends.
+time.sleep(60)
+"""
+
+
+def test_rank_0_ends_where_a_lost_rank_leaves_it_hanging() -> None:
+    started_s = time.monotonic()
+    run = subprocess.run([sys.executable, "-c", HUNG], capture_output=True, text=True, timeout=50)
+    assert run.returncode == 1 and "rank 1 of 2 ended with exit code 0" in run.stderr
+    assert time.monotonic() - started_s < 40
+
+
+INTERRUPTED = """
+import os, signal, sys
+from soloist import cli
+from soloist.cli import answer
+from soloist.runtime import comm
+
+start = comm.Leader.__init__
+def announce(self, *arguments):
+    start(self, *arguments)
+    print("\\n".join(str(process.pid) for process in self._processes), file=sys.stderr)
+comm.Leader.__init__ = announce
+
+class Bar(answer.Bar):
+    def __call__(self, done, total):
+        if done and self._title == "reading the prompt":
+            for _ in range(PRESSES):
+                os.kill(os.getpid(), signal.SIGINT)
+answer.Bar = Bar
+words = ["-m", sys.argv[1], "--tensor-parallel-size", "2", "-t", "1", "-c", "512", "--raw", "x y " * 80]
+sys.exit(cli.main(["run", *words]))
+"""
+
+
+@pytest.mark.parametrize("num_presses", [1, 2])
+def test_ctrl_c_while_the_prompt_is_read_leaves_no_process(folder: Path, num_presses: int) -> None:
+    program = INTERRUPTED.replace("PRESSES", str(num_presses))
+    run = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 130, run.stderr
+    pids = [int(line) for line in run.stderr.splitlines() if line.isdecimal()]
+    assert len(pids) == 1
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert "was killed" not in run.stderr
+
+
+def test_what_ranks_cannot_share_is_refused_with_what_they_can(folder: Path) -> None:
+    with pytest.raises(UsageError, match="allowed: 1, 2, 4, 8"):
+        load(folder, 3)
+    with pytest.raises(UnsupportedError, match="widths of 6, which 4 ranks cannot share: allowed are 1, 2"):
+        load(folder, 4)
+    with pytest.raises(UnsupportedError, match="adaptive_width is timed and decided by one rank"):
+        load(folder, draft="ngram", adaptive_width=True)
