@@ -44,6 +44,8 @@ class DSparkConfig:
     markov_rank: int
     # What the confidence head looks at. None: there is none.
     confidence_input: ConfidenceInput | None
+    # What the confidence's logit of each slot that predicts is divided by. None: it is not calibrated.
+    confidence_temperatures: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         L, ids = self.transformer.num_hidden_layers, self.target_layer_ids
@@ -69,6 +71,14 @@ class DSparkConfig:
             )
         if self.confidence_input == "hidden_and_markov" and self.markov_head_type is None:
             raise UnsupportedError("config.json: confidence_head_with_markov is true, but there is no Markov head")
+        temperatures = self.confidence_temperatures
+        if temperatures is not None and (
+            self.confidence_input is None or len(temperatures) != self.num_drafts or min(temperatures) <= 0
+        ):
+            raise UnsupportedError(
+                f"config.json: confidence_temperatures is {list(temperatures)}; allowed with a confidence head:"
+                f" {self.num_drafts} numbers above 0, one for each draft"
+            )
         if len(self.layer_windows) != L or len(self.layer_is_causal) != L:
             raise UnsupportedError(f"config.json: layer_types has {len(self.layer_windows)} entries for {L} layers")
 

@@ -167,6 +167,7 @@ def _read_flat(flat: dict[str, Any], *, is_dspark: bool) -> DSparkConfig:
     markov_rank = reader.take("markov_rank", int, 0)
     markov_head_type = _take_markov_type(reader, markov_rank)
     confidence_input = _take_confidence(reader, has_markov=markov_rank > 0)
+    temperatures = reader.take_optional("confidence_temperatures", list)
     sizes = {key: reader.take_optional(key, int) for key in ("target_hidden_size", "draft_vocab_size")}
     transformer = DenseConfig.read(reader, default_head_dim=128)
     if sizes["target_hidden_size"] not in (None, transformer.hidden_size):
@@ -187,6 +188,7 @@ def _read_flat(flat: dict[str, Any], *, is_dspark: bool) -> DSparkConfig:
         markov_head_type=markov_head_type,
         markov_rank=markov_rank,
         confidence_input=confidence_input,
+        confidence_temperatures=None if temperatures is None else tuple(float(t) for t in temperatures),
     )
 
 

@@ -208,14 +208,24 @@ class ConfidenceHead:
             Part(name="confidence_head.proj.weight", shape=(1, size)), dtype=f32, init="normal"
         )
         self.bias = weights.tensor(Part(name="confidence_head.proj.bias", shape=(1,)), dtype=f32, init="zeros")
+        # (drafts,) fp32: what the logit of each slot is divided by. None: the head is not calibrated.
+        self.temperatures = None
+        if config.confidence_temperatures is not None:
+            self.temperatures = torch.tensor(config.confidence_temperatures, device=weights.device)
 
     def __call__(self, hidden: torch.Tensor, embedded: torch.Tensor | None) -> torch.Tensor:
-        """Give (n,) fp32 in [0, 1] for slots with (n, D) hidden states behind tokens with (n, M) Markov embeddings."""
+        """Give (n,) fp32 in [0, 1] for the first slots that predict.
+
+        Args:
+            hidden: (n, D) of these slots.
+            embedded: (n, M) Markov embeddings of the tokens before them; None if the head does not look at them.
+        """
         features = hidden.float()
         if self.has_markov:
             assert embedded is not None
             features = torch.cat([features, embedded.float()], dim=-1)  # (n, D+M)
-        return torch.addmv(self.bias, features, self.weight[0]).sigmoid()
+        logits = torch.addmv(self.bias, features, self.weight[0])
+        return (logits if self.temperatures is None else logits / self.temperatures[: logits.shape[0]]).sigmoid()
 
 
 def _held_bytes(weight: Weight) -> int:

@@ -16,6 +16,7 @@ ARCHITECTURE = "Qwen3DSparkModel"
 def config_json(config: DSparkConfig) -> dict[str, Any]:
     """Write a draft's config in DeepSpec's words."""
     t = config.transformer
+    temperatures = config.confidence_temperatures
     return {
         "architectures": [ARCHITECTURE],
         "attention_bias": False,
@@ -43,7 +44,7 @@ def config_json(config: DSparkConfig) -> dict[str, Any]:
         "target_layer_ids": list(config.target_layer_ids),
         "tie_word_embeddings": False,
         "vocab_size": t.vocab_size,
-    }
+    } | ({} if temperatures is None else {"confidence_temperatures": list(temperatures)})
 
 
 def save_draft(

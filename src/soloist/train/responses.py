@@ -1,6 +1,6 @@
 """The texts that a draft learns from: the target's own answers, kept as they come and checked to be its own.
 
-Owns the file of answers, which a stopped run goes on with, the mix of temperatures, and the three sources of answers: the
+Owns the file of answers, which a stopped run goes on with, the mix of temperatures, and the sources of answers: the
 target in the batched generator, the target in `transformers`, and a server that speaks OpenAI's protocol.
 """
 
@@ -154,8 +154,8 @@ class RemoteSource:
                 return str(json.load(reply)["choices"][0]["text"])
         except (urllib.error.URLError, ValueError, KeyError, IndexError, TimeoutError) as error:
             raise SoloistError(
-                f"{url} gave no completion ({error}): is a server with OpenAI's completions there, and {body['model']!r}"
-                " its model?"
+                f"{url} gave no completion ({error}): is a server with OpenAI's completions there, and is its model"
+                f" {body['model']!r}?"
             ) from error
 
 
@@ -199,12 +199,12 @@ def collect_texts(
             prompt = text.token_ids[: text.num_prompt]
             found[by_prompt[prompt, text.temperature].pop()] = text
         # An answer that never came is kept as such, so that it is not asked for again.
-        fresh = {i: found.get(i) for i in own}
+        fresh: dict[int, Text | None] = {i: found.get(i) for i in own}
         known |= fresh
         if file is not None:
             _append(file, requests, fresh)
         on_progress(len(known), len(requests))
-    return [text for i in sorted(known) if (text := known[i]) is not None and text.num_candidates > 0]
+    return [kept for i in sorted(known) if (kept := known[i]) is not None and kept.num_candidates > 0]
 
 
 def _read_known(file: Path, requests: Sequence[Request]) -> dict[int, Text | None]:
@@ -256,9 +256,9 @@ class Ownership:
         if not found:
             return None
         return (
-            f"{' and '.join(found)}: the answers are not the target's own. A draft trained on them is accepted less than"
-            " its loss says; usual causes: another model or quantisation behind the URL, another chat template, or"
-            " sampling settings that were not asked for"
+            f"{' and '.join(found)}: the answers are not the target's own. A draft trained on them is accepted less"
+            " than its loss says; usual causes: another model or quantisation behind the URL, another chat template,"
+            " or sampling settings that were not asked for"
         )
 
 
