@@ -134,15 +134,15 @@ def profile_one(path: Path, traces: dict[str, bytes]) -> dict[str, Any]:
     run = run_program(program, naming_s=WINDOW_S, plain_s=WINDOW_S)
     assert run.trace is not None and run.exit_code == 0, f"{path.name} left with {run.exit_code}"
     verdict = judge(path, analyse(run.trace))
-    if has_fault:
-        verdict |= measure_loss(path)
-        verdict["loss_to_real_loss"] = verdict["loss_ms"] / verdict["real_loss_ms"]
     small = cut(run.trace)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json.gz"
         save_trace(small, file)
         traces[f"{path.stem}.json.gz"] = file.read_bytes()
     verdict["words"] = in_words(analyse(small)).splitlines()[:14]
+    if has_fault:
+        verdict |= measure_loss(path)
+        verdict["loss_to_real_loss"] = verdict["loss_ms"] / verdict["real_loss_ms"]
     return verdict
 
 
