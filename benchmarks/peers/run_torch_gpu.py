@@ -1,7 +1,7 @@
 """Times greedy decoding of a Qwen2 model as a competent PyTorch user writes it: static cache, one-token step, no waits.
 
 Usage: run_torch_gpu.py CONFIG.json FORM CONTEXT_LEN NEW_TOKENS [DEVICE]; prints one JSON line. FORM is `eager`, `sdpa`
-or `flex`: the step as it is; compiled with `torch.compile(mode="reduce-overhead")`; the same with `flex_attention`, which
+or `flex`: the step as it is; compiled by `torch.compile(mode="reduce-overhead")`; the same with `flex_attention`, which
 stops at the context's end where a mask reads the whole cache. Weights are random, prefill is left out of the time.
 """
 
