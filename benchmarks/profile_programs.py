@@ -130,6 +130,8 @@ def judge(path: Path, analysis: Analysis) -> dict[str, Any]:
 
 def profile_one(path: Path, traces: dict[str, bytes]) -> dict[str, Any]:
     has_fault = "has_fault" in path.read_text(encoding="utf-8")
+    # Loads its kernels.
+    run_plain(path, 10)
     program = find_program(["python", str(path), str(NUM_STEPS)])
     run = run_program(program, naming_s=WINDOW_S, plain_s=WINDOW_S)
     assert run.trace is not None and run.exit_code == 0, f"{path.name} left with {run.exit_code}"
