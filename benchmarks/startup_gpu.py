@@ -1,0 +1,135 @@
+"""Time the way to the first token on one GPU: `soloist run` on a config with random weights, cold and from its cache.
+
+`PYTHONPATH=src python benchmarks/startup_gpu.py [--out FOLDER]` writes `FOLDER/startup.json`: the first start finds no
+compiled kernel, the others find those of the first. A second program then says what the time goes into, and what is
+compiled for prompts of other lengths and other ways of sampling.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+MODEL = "qwen2.5-coder-1.5b-instruct"
+PROMPT = " ".join(str(17 * i % 1000) for i in range(1, 101))
+# Lengths of prompts: one row, a step's rows, more than those, several chunks.
+LENGTHS = (1, 2, 5, 16, 17, 100, 129, 1000, 2049, 5000)
+
+
+def start(cache: Path, model: str) -> dict[str, float]:
+    """Run the command once: seconds to the first token, and to the end."""
+    words = ["-m", "soloist", "run", "-m", model, "--weights", "random", "--device", "cuda", "-n", "16", PROMPT]
+    environment = os.environ | {"TRITON_CACHE_DIR": str(cache)}
+    begin_s = time.perf_counter()
+    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, env=environment)
+    assert process.stdout is not None
+    first = process.stdout.read(1)
+    first_s = time.perf_counter() - begin_s
+    process.stdout.read()
+    assert process.wait() == 0 and first, "the command failed"
+    return {"first_token_s": round(first_s, 2), "end_s": round(time.perf_counter() - begin_s, 2)}
+
+
+def phases(cache: Path, model: str) -> dict[str, Any]:
+    """Run the second program."""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(cache)}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", __file__, "--phases", model], capture_output=True, text=True, env=environment
+    )
+    if done.returncode:
+        sys.exit(done.stderr[-3000:])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def print_phases(model: str) -> None:
+    """Load and answer, with a stopwatch and an ear on the compiler; prints one JSON object."""
+    begin_s = last_s = time.perf_counter()
+    result: dict[str, Any] = {}
+
+    def note(name: str) -> None:
+        nonlocal last_s
+        now_s = time.perf_counter()
+        result[f"{name}_s"] = round(now_s - last_s, 2)
+        last_s = now_s
+
+    import torch
+
+    note("import_torch")
+    import triton
+
+    from soloist.llm import LLM
+    from soloist.sampling_params import SamplingParams
+
+    note("import_soloist")
+    compiled: list[dict[str, Any]] = []
+
+    def listen(*, src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
+        stages = {name: round(us / 1e3) for name, us in times.lowering_stages}
+        compiled.append({"name": src.name, "hit": cache_hit, "ms": round(times.total / 1e3), "stages": stages})
+
+    def take() -> list[dict[str, Any]]:
+        taken = compiled[:]
+        compiled.clear()
+        return taken
+
+    triton.knobs.compilation.listener = listen
+    torch.zeros(1, device="cuda")
+    note("cuda")
+    llm = LLM(model, weights="random", device="cuda")
+    torch.cuda.synchronize()
+    note("load")
+    result["compiled_at_load"] = take()
+    prompt = [int(word) for word in PROMPT.split()]
+    stream = llm.stream(prompt, SamplingParams(max_tokens=16, ignore_eos=True))
+    next(stream)
+    note("first_token")
+    result["total_s"] = round(last_s - begin_s, 2)
+    result["compiled_before_first_token"] = take()
+    list(stream)
+    result["compiled_while_streaming"] = take()
+    later: dict[str, Any] = {}
+    for length in LENGTHS:
+        started_s = time.perf_counter()
+        list(llm.stream([17 * i % 1000 for i in range(length)], SamplingParams(max_tokens=4, ignore_eos=True)))
+        later[str(length)] = [round(time.perf_counter() - started_s, 3), [kernel["name"] for kernel in take()]]
+    result["by_prompt_length"] = later
+    for name, params in {
+        "sampled": SamplingParams(max_tokens=4, temperature=0.7, top_p=0.9, seed=1),
+        "penalised": SamplingParams(max_tokens=4, temperature=0.7, presence_penalty=0.5, seed=1),
+    }.items():
+        started_s = time.perf_counter()
+        list(llm.stream(prompt, params))
+        result[name] = [round(time.perf_counter() - started_s, 3), [kernel["name"] for kernel in take()]]
+    print(json.dumps(result))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200"))
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--phases", metavar="MODEL", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.phases:
+        print_phases(arguments.phases)
+        return
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
+        starts = []
+        for _ in range(3):
+            starts.append(start(Path(first), arguments.model))
+            print("cold" if len(starts) == 1 else "warm", starts[-1], flush=True)
+        result = {"case": "startup", "model": arguments.model, "starts": starts}
+        for name in ("cold", "warm"):
+            result[name] = phases(Path(second), arguments.model)
+            short = {key: value for key, value in result[name].items() if not key.startswith("compiled_")}
+            print(name, json.dumps(short), flush=True)
+    (arguments.out / "startup.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
