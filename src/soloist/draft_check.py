@@ -5,13 +5,14 @@
     sampling   tokens drawn with the draft follow the target's law: chi-square of F(token), which is then uniform
     logprobs   what is reported beside the tokens is the same, to the error of the logits
     state      the cache behind an answer is the same, to the difference that reading it in one piece makes
+    reading    a DSpark draft agrees with the model's own text, read as its config says and in no other reading more
 
 Owns the checks and the report. Loads nothing but, for a near-tie, the reference.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from soloist.models.cache import Cache, StepKind
 from soloist.models.causal_lm import CausalLM
 from soloist.runtime.runner import ModelRunner
 from soloist.sampling_params import SamplingParams
+from soloist.spec.dspark import DSpark
+from soloist.spec.dspark_selftest import DraftAgreement, measure_agreement
 
 PROMPTS = (
     "The three laws of thermodynamics, each in one sentence:\n1.",
@@ -42,6 +45,8 @@ _TEMPERATURE, _TOP_K = 1.0, 20
 _NUM_BINS, _MIN_P_VALUE = 10, 1e-3
 # Differences that are rounding whatever was measured.
 _LEAST_LOGIT_ERROR, _LEAST_STATE_ERROR = 1e-4, 1e-6
+# Places that a draft is read from, over all texts.
+_NUM_ANCHORS = 200
 # How much more than measured elsewhere an error may be.
 _SLACK = 2.0
 
@@ -134,12 +139,14 @@ def check_draft(
         on_progress(3 * i + 3, 3 * len(prompts))
     totals = engine.totals
     logit_error, state_error = _own_errors(runner.model, prompts, plainly)
-    checks = (
+    checks = [
         _check_greedy(runner, prompts, plainly, drafted, load_reference),
         _check_sampling(runner, prompts, sampled),
         _check_logprobs(plainly, drafted, logit_error),
         _check_state(plainly, drafted, state_error),
-    )
+    ]
+    if isinstance(engine.drafter, DSpark):
+        checks.append(_check_reading(engine.drafter, runner.model, prompts, plainly))
     return Report(
         soloist=soloist.__version__,
         model=model,
@@ -149,7 +156,7 @@ def check_draft(
         num_prompts=len(prompts),
         max_tokens=max_tokens,
         acceptance_length=totals.acceptance_length,
-        checks=checks,
+        checks=tuple(checks),
     )
 
 
@@ -318,3 +325,43 @@ def _check_state(plainly: Sequence[_Answer], drafted: Sequence[_Answer], error: 
         summary=f"relative difference {largest:.1e} behind {len(pairs)} answers; without a draft {error:.1e}",
         details={"largest_difference": largest, "num_compared": len(pairs), "without_a_draft": error},
     )
+
+
+@torch.inference_mode()
+def _check_reading(
+    drafter: DSpark, target: CausalLM, prompts: Sequence[Sequence[int]], plainly: Sequence[_Answer]
+) -> Check:
+    """Hold a draft, in every reading, against the greedy answers."""
+    model = drafter.model
+    shortest = model.config.block_size + 1
+    texts = [(p, a.tokens) for p, a in zip(prompts, plainly, strict=True) if len(a.tokens) >= shortest]
+    if not texts:
+        summary = f"not measured: no answer has the {shortest} tokens that a block needs; ask for more --tokens"
+        return Check(name="reading", passed=False, summary=summary, details={"num_anchors": 0})
+    num_anchors = max(_NUM_ANCHORS // len(texts), 1)
+    found = [
+        measure_agreement(model, target, [*p, *tokens], num_prompt=len(p), num_anchors=num_anchors)
+        for p, tokens in texts
+    ]
+    together = _pool(found)
+    agreement = together.mean(together.declared)
+    fault = together.fault
+    return Check(
+        name="reading",
+        passed=fault is None,
+        summary=fault or f"agrees with {agreement:.2f} of the text, from {together.num_anchors} places",
+        details={"agreement": agreement, "by_slot": together.by_slot[together.declared], "fault": fault}
+        | {"num_anchors": together.num_anchors},
+    )
+
+
+def _pool(found: Sequence[DraftAgreement]) -> DraftAgreement:
+    """Put what was found on several texts together, each place counting once."""
+    total = sum(one.num_anchors for one in found)
+    by_slot = {
+        reading: tuple(
+            sum(one.by_slot[reading][k] * one.num_anchors for one in found) / total for k in range(len(shares))
+        )
+        for reading, shares in found[0].by_slot.items()
+    }
+    return replace(found[0], by_slot=by_slot, num_anchors=total)
