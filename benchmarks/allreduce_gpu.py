@@ -80,7 +80,7 @@ class Bench:
     """One rank: its mailboxes, its numbers, what it found wrong."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.group = rank, world_size, dist.group.WORLD
         self.device = torch.device("cuda", rank)
         self.mailboxes = self.make_mailboxes()
         self.stream = torch.cuda.Stream()
@@ -88,9 +88,7 @@ class Bench:
         self.started_s = time.perf_counter()
 
     def make_mailboxes(self, timeout_s: float = 10.0) -> Mailboxes:
-        group = dist.group.WORLD
-        assert group is not None
-        return make_mailboxes(group, hidden_size=D, device=self.device, max_tokens=MAX_TOKENS, timeout_s=timeout_s)
+        return make_mailboxes(self.group, hidden_size=D, device=self.device, max_tokens=MAX_TOKENS, timeout_s=timeout_s)
 
     def say(self, *words: object) -> None:
         if self.rank == 0:
@@ -321,7 +319,7 @@ def time_links(bench: Bench) -> dict[str, float]:
     launch_us = time_us(bench, launch_nothing, NUM_TIMED_CALLS)["us"]
     count = 2000
     words = symm_mem.empty(64, dtype=torch.int32, device=bench.device)
-    handle = symm_mem.rendezvous(words, dist.group.WORLD)
+    handle = symm_mem.rendezvous(words, bench.group.group_name)
     ways = []
     for _ in range(3):
         words.zero_()
@@ -337,7 +335,7 @@ def time_links(bench: Bench) -> dict[str, float]:
             ways.append(1e3 * start.elapsed_time(end) / (2 * count))
             assert int(words[0]) == count, "a word was lost"
     big = symm_mem.empty(1 << 26, dtype=torch.int32, device=bench.device)
-    handle = symm_mem.rendezvous(big, dist.group.WORLD)
+    handle = symm_mem.rendezvous(big, bench.group.group_name)
     peer = handle.get_buffer((bench.rank + 1) % bench.world_size, (1 << 26,), torch.int32)
     mine = torch.ones(1 << 26, dtype=torch.int32, device=bench.device)
     speeds = []
@@ -359,15 +357,13 @@ def time_links(bench: Bench) -> dict[str, float]:
 
 def time_tokens(bench: Bench, T: int, links: dict[str, float]) -> dict[str, Any]:
     """Time a number of rows, ours and the others'."""
-    group = dist.group.WORLD
-    assert group is not None
     generator = torch.Generator(bench.device).manual_seed(bench.rank)
     partial, residual = (torch.randn(T, D, device=bench.device, generator=generator).to(BF16) for _ in range(2))
     weight = torch.rand(D, device=bench.device, generator=generator).to(BF16)
     out, normed, summed = (torch.empty_like(partial) for _ in range(3))
     small = partial * 2.0**-60
     symmetric = symm_mem.empty(T, D, dtype=BF16, device=bench.device)
-    symm_mem.rendezvous(symmetric, group)
+    symm_mem.rendezvous(symmetric, bench.group.group_name)
     symmetric.copy_(partial)
     num_others = NUM_TIMED_CALLS // 10
 
@@ -396,7 +392,7 @@ def time_tokens(bench: Bench, T: int, links: dict[str, float]) -> dict[str, Any]
     def one_shot(then: Callable[[torch.Tensor], None] | None) -> Callable[[], None]:
         def step() -> None:
             for _ in range(num_others):
-                total = torch.ops.symm_mem.one_shot_all_reduce(symmetric, "sum", group.group_name)
+                total = torch.ops.symm_mem.one_shot_all_reduce(symmetric, "sum", bench.group.group_name)
                 if then is not None:
                     then(total)
 

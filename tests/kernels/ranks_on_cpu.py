@@ -70,6 +70,7 @@ class Ranks:
     Args:
         monkeypatch: replaces `load_kernel` and `launch` of a module.
         module: that launches kernels.
+        timeout_s: on a CPU a microsecond is one turn of one program.
         replaced: definitions of the kernels that are other here.
     """
 
@@ -81,7 +82,7 @@ class Ranks:
         world_size: int,
         max_tokens: int,
         hidden_size: int,
-        timeout_s: float = 5.0,
+        timeout_s: float = 2.0 if DEVICE.type == "cuda" else 0.2,
         replaced: dict[str, int] | None = None,
     ) -> None:
         size = num_words(world_size, max_tokens=max_tokens, hidden_size=hidden_size)

@@ -336,7 +336,7 @@ def make_mailboxes(
     size = num_words(world_size, max_tokens=max_tokens, hidden_size=hidden_size)
     own = symm_mem.empty(size, dtype=torch.int32, device=device)
     own.fill_(EMPTY)
-    handle = symm_mem.rendezvous(own, process_group)
+    handle = symm_mem.rendezvous(own, process_group.group_name)
     buffers = tuple(own if p == rank else handle.get_buffer(p, (size,), torch.int32) for p in range(world_size))
     assert handle.get_buffer(rank, (size,), torch.int32).data_ptr() == own.data_ptr()
     # Nobody sends before all are empty.
