@@ -43,7 +43,7 @@ def test_a_gpu_takes_the_kernel_for_a_step_only(monkeypatch: pytest.MonkeyPatch,
     launch_kernels(monkeypatch, head)
     taken = []
     run = linear_triton.argmax_step
-    monkeypatch.setattr(linear_triton, "argmax_step", lambda *args: taken.append(args) or run(*args))
+    monkeypatch.setattr(linear_triton, "argmax_step", lambda *args, **kw: taken.append(args) or run(*args, **kw))
     x, norm, weight = (tensor.to(DEVICE, torch.bfloat16) for tensor in inputs())
     x = x[torch.arange(rows) % T].contiguous()
     ids, logits = head.norm_argmax(x, norm, 1e-5, weight, N)
@@ -52,3 +52,28 @@ def test_a_gpu_takes_the_kernel_for_a_step_only(monkeypatch: pytest.MonkeyPatch,
     # The interpreter truncates to bf16.
     assert_near(logits[:, None], expected.amax(1)[:, None], Limit(rms=2e-2, worst_row=4e-2))
     assert len(taken) == (rows == T)
+
+
+def test_a_bias_is_added_to_logits_that_there_are_and_ids_begin_where_they_are_told():
+    x, _, weight = inputs()
+    logits = torch.zeros(T, PADDED)
+    logits[2, 11] = 1e6
+    ids, values = head.linear_argmax(x, weight, logits, N, first_id=100)
+    expected = logits[:, :N].double() + x.double() @ weight[:N].double().T
+    assert ids.tolist() == (100 + expected.argmax(1)).tolist() and ids[2] == 111
+    assert_near(values[:, None], expected.amax(1)[:, None], LIMITS[torch.float32])
+
+
+def test_a_gpu_adds_the_bias_in_the_kernel(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("triton")
+    from tests.kernels.device import DEVICE, launch_kernels
+
+    launch_kernels(monkeypatch, head)
+    x, _, weight = (tensor.to(DEVICE, torch.bfloat16) for tensor in inputs())
+    # Of more rows than are read, and the last one past the end is never looked at.
+    logits = torch.randn(2 * T, PADDED + 3, device=DEVICE)[::2, :PADDED]
+    logits[2, 11] = 1000
+    ids, values = head.linear_argmax(x, weight, logits, N, first_id=100)
+    expected = logits[:, :N] + x.float() @ weight[:N].float().T
+    assert ids.tolist() == (100 + expected.argmax(1)).tolist() and ids[2] == 111
+    assert_near(values[:, None], expected.amax(1)[:, None], Limit(rms=2e-2, worst_row=4e-2))

@@ -1,10 +1,13 @@
-"""The output head of a greedy step: the likeliest token without a row of logits in memory. Logits are `norm_linear`."""
+"""The output head of a greedy step: the likeliest token without a row of logits in memory. Logits are `norm_linear`.
+
+Of ranks that share a vocabulary each finds the likeliest of its own tokens, which begin at `first_id`.
+"""
 
 import torch
 
 from soloist.kernels.check import FLOATS, expect, use_reference
 from soloist.kernels.launch import HAS_TRITON
-from soloist.kernels.linear import PackedWeight, Weight, is_step_map, norm_linear
+from soloist.kernels.linear import PackedWeight, Weight, is_step_map, linear, norm_linear
 
 if HAS_TRITON:
     from soloist.kernels import linear_triton
@@ -20,11 +23,11 @@ def norm_argmax_ref(
 
 
 def norm_argmax(
-    x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: Weight, vocab_size: int
+    x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: Weight, vocab_size: int, *, first_id: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalise each row and find its likeliest token.
 
-    id = argmin {v < vocab_size : z_v = max z},  z = rms_norm(x) W^T
+    id = first_id + argmin {v < vocab_size : z_v = max z},  z = rms_norm(x) W^T
 
     Args:
         x: (T, D).
@@ -32,6 +35,7 @@ def norm_argmax(
         eps: of the norm.
         weight: (N, D) the dtype of `x`, or packed.
         vocab_size: rows of the weight that are tokens; those behind are padding and never win.
+        first_id: what the weight's first row stands for.
 
     Returns:
         (T) int64 ids, the lowest of equals, and (T) fp32 their logits; the sums are fp32.
@@ -40,10 +44,46 @@ def norm_argmax(
     expect(x, "T D", FLOATS, dims, name="x")
     expect(norm_weight, "D", (x.dtype, torch.float32), dims, name="norm_weight")
     assert 0 < vocab_size <= weight.shape[0], (vocab_size, weight.shape)
-    if use_reference(x) or isinstance(weight, PackedWeight):
-        return norm_argmax_ref(x, norm_weight, eps, weight, vocab_size)
+    if use_reference(x) or isinstance(weight, PackedWeight) or not is_step_map(x, weight):
+        ids, logits = norm_argmax_ref(x, norm_weight, eps, weight, vocab_size)
+        return (ids + first_id if first_id else ids), logits
     expect(weight, "N D", x.dtype, dims, name="weight")
-    if not is_step_map(x, weight):
-        return norm_argmax_ref(x, norm_weight, eps, weight, vocab_size)
     settings = linear_triton.settings_for(*weight.shape)
-    return linear_triton.argmax_step(x, norm_weight, eps, weight, vocab_size, settings)
+    return linear_triton.argmax_step(x, norm_weight, eps, weight, vocab_size, settings, first_id=first_id)
+
+
+def linear_argmax_ref(
+    x: torch.Tensor, weight: Weight, addend: torch.Tensor | None, vocab_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute all logits in fp32 and take the first of the largest."""
+    logits = linear(x, weight, out_dtype=torch.float32)
+    logits = (logits if addend is None else addend + logits)[:, :vocab_size]  # (T, N)
+    ids = logits.argmax(dim=-1)  # (T)
+    return ids, logits.gather(1, ids[:, None])[:, 0]
+
+
+def linear_argmax(
+    x: torch.Tensor, weight: Weight, addend: torch.Tensor | None, vocab_size: int, *, first_id: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Find each row's likeliest token from rows that are normalised already, or a bias to logits that there are.
+
+    id = first_id + argmin {v < vocab_size : z_v = max z},  z = addend + x W^T
+
+    Args:
+        x: (T, I).
+        weight: (N, I) the dtype of `x`, or packed.
+        addend: (T, N) fp32, or None.
+        vocab_size: as in `norm_argmax`, as is what comes back.
+        first_id: as there.
+    """
+    dims: dict[str, int] = {}
+    expect(x, "T I", FLOATS, dims, name="x")
+    if addend is not None:
+        expect(addend, "T N", torch.float32, dims | {"N": weight.shape[0]}, name="addend")
+    assert 0 < vocab_size <= weight.shape[0], (vocab_size, weight.shape)
+    if use_reference(x) or isinstance(weight, PackedWeight) or not is_step_map(x, weight):
+        ids, logits = linear_argmax_ref(x, weight, addend, vocab_size)
+        return (ids + first_id if first_id else ids), logits
+    expect(weight, "N I", x.dtype, dims, name="weight")
+    settings = linear_triton.settings_for(*weight.shape)
+    return linear_triton.argmax_step(x, None, 0.0, weight, vocab_size, settings, addend=addend, first_id=first_id)

@@ -294,7 +294,7 @@ def swiglu_kernel(
 
 @triton.jit(do_not_specialize=["T", "ROWS"])
 def argmax_kernel(
-    x_ptr, x_stride_t, norm_ptr, eps, w_ptr, best_ptr, id_ptr, T, O, ROWS,
+    x_ptr, x_stride_t, norm_ptr, eps, w_ptr, addend_ptr, addend_stride_t, best_ptr, id_ptr, T, O, ROWS,
     I: tl.constexpr, CHUNKS: tl.constexpr, IS_RAGGED: tl.constexpr,
     WARPS: tl.constexpr, RUN: tl.constexpr, TILES: tl.constexpr, HALVES: tl.constexpr, AHEAD: tl.constexpr,
     INTERPRETED: tl.constexpr, PDL: tl.constexpr,
@@ -314,6 +314,10 @@ def argmax_kernel(
     )  # fmt: skip
     i_c = tl.arange(0, 8 * TILES)[None, :]
     i_o = strip * ROWS + i_c
+    if addend_ptr is not None:
+        i_row = tl.arange(0, 8 * HALVES)[:, None]
+        m_add = (i_row < T) & (i_c < ROWS) & (i_o < O)
+        b_y += tl.load(addend_ptr + i_row * addend_stride_t + i_o, mask=m_add, other=0.0)
     b_y = tl.where((i_c < ROWS) & (i_o < O), b_y, float("-inf"))
     b_best = tl.max(b_y, axis=1)
     b_id = tl.min(tl.where(b_y == b_best[:, None], i_o, O - 1), axis=1)
@@ -323,9 +327,9 @@ def argmax_kernel(
     tl.store(id_ptr + o_best, b_id, mask=i_t < T)
 
 
-@triton.jit(do_not_specialize=["strips"])
-def best_strip_kernel(best_ptr, id_ptr, max_ptr, argmax_ptr, strips, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Largest of the strips' best logits, and the lowest id that has it. Grid: (T,)."""
+@triton.jit(do_not_specialize=["strips", "first_id"])
+def best_strip_kernel(best_ptr, id_ptr, max_ptr, argmax_ptr, strips, first_id, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Largest of the strips' best logits, and first_id + the lowest id that has it. Grid: (T,)."""
     i_t = tl.program_id(0)
     i_s = tl.arange(0, BLOCK)
     o_best = i_t * strips + i_s
@@ -335,7 +339,7 @@ def best_strip_kernel(best_ptr, id_ptr, max_ptr, argmax_ptr, strips, BLOCK: tl.c
     b_id = tl.load(id_ptr + o_best, mask=i_s < strips, other=2147483647)
     best = tl.max(b_best, axis=0)
     tl.store(max_ptr + i_t, best)
-    tl.store(argmax_ptr + i_t, tl.min(tl.where(b_best == best, b_id, 2147483647), axis=0).to(tl.int64))
+    tl.store(argmax_ptr + i_t, first_id + tl.min(tl.where(b_best == best, b_id, 2147483647), axis=0).to(tl.int64))
 
 
 def _tile_arguments(num_tokens: int, num_inputs: int, settings: StripSettings) -> dict[str, Any]:
@@ -410,19 +414,26 @@ def argmax_step(
     weight: torch.Tensor,
     vocab_size: int,
     settings: StripSettings,
+    *,
+    addend: torch.Tensor | None = None,
+    first_id: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find the likeliest of the first `vocab_size` tokens for T <= 16 rows: ids (T) int64 and their logits (T) fp32."""
+    """Find the likeliest of the first `vocab_size` tokens for T <= 16 rows: ids (T) int64 and their logits (T) fp32.
+
+    `addend` (T, N) fp32 is added to the logits, `first_id` to the ids.
+    """
     T = x.shape[0]
+    assert addend is None or addend.stride(1) == 1
     strips = triton.cdiv(vocab_size, settings.outputs)
     best = torch.empty((T, strips), dtype=torch.float32, device=x.device)
     best_id = torch.empty((T, strips), dtype=torch.int32, device=x.device)
     argmax_kernel[strips,](
-        x, x.stride(0), norm_weight, eps, weight, best, best_id, T, vocab_size, settings.outputs,
-        **_tile_arguments(T, weight.shape[1], settings),
+        x, x.stride(0), norm_weight, eps, weight, addend, 0 if addend is None else addend.stride(0), best, best_id, T,
+        vocab_size, settings.outputs, **_tile_arguments(T, weight.shape[1], settings),
     )  # fmt: skip
     logits = torch.empty(T, dtype=torch.float32, device=x.device)
     ids = torch.empty(T, dtype=torch.int64, device=x.device)
     block = triton.next_power_of_2(strips)
     warps = 16 if block > 4096 else 8
-    best_strip_kernel[T,](best, best_id, logits, ids, strips, BLOCK=block, num_warps=warps, **pdl_options())
+    best_strip_kernel[T,](best, best_id, logits, ids, strips, first_id, BLOCK=block, num_warps=warps, **pdl_options())
     return ids, logits

@@ -19,7 +19,7 @@ from soloist.models.cache import Cache
 from soloist.models.causal_lm import ModelConfig
 from soloist.models.config_json import ConfigReader, take_rope
 from soloist.models.feed_forward import MixtureOfExperts, MoESettings
-from soloist.models.head import likeliest_of, whole_logits
+from soloist.models.head import pick_likeliest, whole_logits
 from soloist.models.hybrid import HybridCausalLM, HybridConfig
 from soloist.models.mixers import CONV_SIZE, KDASettings, LatentAttention, MLASettings, make_latent_cache
 from soloist.models.weights import Part, WeightSource
@@ -351,11 +351,9 @@ class BailingMoeV3MTP:
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Apply the target's output head to h' (T, D): logits (T, N) fp32 of the token two positions to the right."""
-        return whole_logits(self._own_logits(hidden), self.config.vocab_size, self.group)
+        logits = linear(hidden, self.target.lm_head, out_dtype=torch.float32)
+        return whole_logits(logits, self.config.vocab_size, self.group)
 
     def pick_likeliest(self, hidden: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Find the likeliest of the first `num_tokens` tokens behind each h' (T, D), as the target does."""
-        return likeliest_of(self._own_logits(hidden), num_tokens, self.group)
-
-    def _own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return linear(hidden, self.target.lm_head, out_dtype=torch.float32)
+        return pick_likeliest(hidden, None, 0.0, self.target.lm_head, num_tokens, self.group)

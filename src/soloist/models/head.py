@@ -7,8 +7,7 @@ gathers logits.
 import torch
 
 from soloist.kernels.allreduce import TensorParallel, all_gather_columns, all_reduce_argmax
-from soloist.kernels.head import norm_argmax
-from soloist.kernels.sampling import likeliest
+from soloist.kernels.head import linear_argmax, norm_argmax
 from soloist.models.weights import Weight
 
 
@@ -17,52 +16,41 @@ def whole_logits(logits: torch.Tensor, vocab_size: int, group: TensorParallel) -
     return all_gather_columns(logits, group)[:, :vocab_size]
 
 
-def likeliest_of(logits: torch.Tensor, num_tokens: int, group: TensorParallel) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find the likeliest token of each row from the ranks' own logits.
-
-    Args:
-        logits: (T, rows) fp32, this rank's.
-        num_tokens: ids that may be drawn.
-        group: the ranks.
-
-    Returns:
-        (T,) int64 ids, the lowest of equals, and (T,) fp32 their logits.
-    """
-    num_own = _num_own(logits.shape[1], num_tokens, group)
-    ids, values = likeliest(logits[:, : max(num_own, 1)])
-    return _exchange(ids, values, logits.shape[1], num_own, group)
-
-
 def pick_likeliest(
-    hidden: torch.Tensor, norm: torch.Tensor, eps: float, lm_head: Weight, num_tokens: int, group: TensorParallel
+    hidden: torch.Tensor,
+    norm: torch.Tensor | None,
+    eps: float,
+    lm_head: Weight,
+    num_tokens: int,
+    group: TensorParallel,
+    *,
+    logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find the likeliest token behind each row of the residual stream (T, D), without logits; else as `likeliest_of`.
+    """Find the likeliest token behind each row, without a row of logits in memory.
 
     Args:
         hidden: (T, D).
-        norm: (D), the final norm.
+        norm: (D), the final norm. None: the rows are normalised.
         eps: of that norm.
         lm_head: (rows, D), this rank's.
         num_tokens: ids that may be drawn.
         group: the ranks.
+        logits: (T, rows) fp32, this rank's, to which what the head gives is a bias; without a norm only. None: 0.
+
+    Returns:
+        (T,) int64 ids, the lowest of equals, and (T,) fp32 their logits.
     """
-    num_own = _num_own(lm_head.shape[0], num_tokens, group)
-    ids, values = norm_argmax(hidden, norm, eps, lm_head, max(num_own, 1))
-    return _exchange(ids, values, lm_head.shape[0], num_own, group)
-
-
-def _num_own(num_rows: int, num_tokens: int, group: TensorParallel) -> int:
-    """Count the tokens that may be drawn among this rank's rows."""
-    return min(max(num_tokens - group.rank * num_rows, 0), num_rows)
-
-
-def _exchange(
-    ids: torch.Tensor, values: torch.Tensor, num_rows: int, num_own: int, group: TensorParallel
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn a rank's likeliest rows into the likeliest tokens of all ranks."""
+    num_rows = lm_head.shape[0]
+    first = group.rank * num_rows
+    num_own = min(max(num_tokens - first, 0), num_rows)
+    if norm is not None:
+        assert logits is None, "a bias comes without a norm"
+        ids, values = norm_argmax(hidden, norm, eps, lm_head, max(num_own, 1), first_id=first)
+    else:
+        ids, values = linear_argmax(hidden, lm_head, logits, max(num_own, 1), first_id=first)
     if group.size == 1:
         return ids, values
     if not num_own:
         values = torch.full_like(values, -torch.inf)
-    values, ids = all_reduce_argmax(values, ids + group.rank * num_rows, group)
+    values, ids = all_reduce_argmax(values, ids, group)
     return ids, values

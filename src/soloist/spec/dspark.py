@@ -130,24 +130,21 @@ class DSpark(Drafter):
         hidden = model.run_block(own.block_ids, own.context, own.context_len)  # (B, D)
         first = model.config.first_slot
         hidden = hidden[first : first + num_drafts]  # (drafts, D)
-        logits = model.compute_logits(hidden)  # (drafts, N)
         counters = draft_counter(context_len, buffers.rows[1 : 1 + num_drafts])
         uniforms = uniform(buffers.seed, counters, Stream.DRAFT) if self._is_drawn else None  # (drafts,)
         if model.markov is None:
-            self._choose(buffers, slice(0, num_drafts), logits, uniforms)
+            self._choose(buffers, slice(0, num_drafts), model.compute_logits(hidden), None, uniforms)
             embedded = None
         else:
-            embedded = self._walk(buffers, hidden, logits, uniforms)
+            embedded = self._walk(buffers, hidden, uniforms)
         if model.confidence is not None:
             own.confidence[:num_drafts] = model.confidence(hidden, embedded)
         if self.has_confidences and self.width_rule is not None:
             buffers.width.copy_(torch.minimum(buffers.width, self.width_rule.stop(own.confidence)))
 
-    def _walk(
-        self, buffers: StepBuffers, hidden: torch.Tensor, logits: torch.Tensor, uniforms: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _walk(self, buffers: StepBuffers, hidden: torch.Tensor, uniforms: torch.Tensor | None) -> torch.Tensor:
         """Choose one draft after the other; give the (drafts, M) embeddings of the tokens before them."""
-        markov = self.model.markov
+        markov, logits = self.model.markov, self.model.compute_logits(hidden)  # (drafts, N)
         assert markov is not None
         state = markov.start
         all_embedded = []
@@ -155,18 +152,25 @@ class DSpark(Drafter):
             row = slice(i, i + 1)
             # Row i of the step is the token before draft i: the pending one, then the draft just chosen.
             embedded = markov.embed(buffers.input_ids[row])  # (1, M)
-            bias, state = markov.step(embedded, hidden[row], state)  # (1, N)
-            self._choose(buffers, row, logits[row] + bias, uniforms)
+            mixed, state = markov.mix(embedded, hidden[row], state)  # (1, M)
+            self._choose(buffers, row, logits[row], mixed, uniforms)
             all_embedded.append(embedded)
         return torch.cat(all_embedded)
 
-    def _choose(self, buffers: StepBuffers, rows: slice, logits: torch.Tensor, uniforms: torch.Tensor | None) -> None:
-        """Write the drafts of some rows, and their law if they are drawn, from this rank's logits (rows, N)."""
+    def _choose(
+        self,
+        buffers: StepBuffers,
+        rows: slice,
+        logits: torch.Tensor,
+        mixed: torch.Tensor | None,
+        uniforms: torch.Tensor | None,
+    ) -> None:
+        """Write the drafts of some rows, and their law if they are drawn; logits are this rank's, without the bias."""
         if uniforms is None:
-            tokens = self.model.pick_likeliest(logits, buffers.num_tokens)
+            tokens = self.model.pick_likeliest(logits, mixed, buffers.num_tokens)
         else:
             assert buffers.draft_probs is not None
-            logits = self.model.over_target_ids(logits)[:, : buffers.num_tokens]
+            logits = self.model.whole_logits(logits, mixed)[:, : buffers.num_tokens]
             law = target_probs(logits, buffers.temperature, buffers.top_k, buffers.top_p, buffers.min_p)
             # What is recorded is what was drawn from, to the bit.
             buffers.draft_probs[rows] = law

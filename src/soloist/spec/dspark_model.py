@@ -31,7 +31,7 @@ from soloist.kernels.norm import rms_norm
 from soloist.kernels.rotary import RotaryTable, make_rotary_table
 from soloist.kernels.sampling import likeliest
 from soloist.models.feed_forward import DenseFeedForward
-from soloist.models.head import likeliest_of, whole_logits
+from soloist.models.head import pick_likeliest, whole_logits
 from soloist.models.layers import GroupedQueryAttention
 from soloist.models.weights import Part, Weight, WeightSource, kv_rows, token_rows
 from soloist.spec.dspark_config import DSparkConfig
@@ -124,10 +124,10 @@ class MarkovHead:
         """Look tokens (n,) up: (n, M)."""
         return F.embedding(tokens, self.w1)
 
-    def step(
+    def mix(
         self, embedded: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give the bias of one slot.
+        """Give what the bias of one slot is made from, by W2.
 
         Args:
             embedded: (1, M) of the token before the slot's.
@@ -135,9 +135,16 @@ class MarkovHead:
             state: (1, M) fp32, `start` or what the slot before gave.
 
         Returns:
-            (1, N) fp32, of this rank's tokens, and the state for the next slot.
+            (1, M), the dtype of `embedded`, and the state for the next slot.
         """
-        return linear(embedded, self.w2, out_dtype=torch.float32), state
+        return embedded, state
+
+    def step(
+        self, embedded: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give the bias of one slot, (1, N) fp32 of this rank's tokens, and the state for the next; else as `mix`."""
+        mixed, state = self.mix(embedded, hidden, state)
+        return linear(mixed, self.w2, out_dtype=torch.float32), state
 
 
 class GatedMarkovHead(MarkovHead):
@@ -153,12 +160,12 @@ class GatedMarkovHead(MarkovHead):
     def weights(self) -> list[Weight]:
         return [self.w2, self.gate_proj]
 
-    def step(
+    def mix(
         self, embedded: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         features = torch.cat([hidden, embedded], dim=-1)  # (1, D+M)
         gate = linear(features, self.gate_proj, self.gate_bias, out_dtype=torch.float32).sigmoid()
-        return super().step((gate * embedded).to(embedded.dtype), hidden, state)
+        return (gate * embedded).to(embedded.dtype), state
 
 
 class RecurrentMarkovHead(MarkovHead):
@@ -174,7 +181,7 @@ class RecurrentMarkovHead(MarkovHead):
     def weights(self) -> list[Weight]:
         return [self.w2, self.joint_proj]
 
-    def step(
+    def mix(
         self, embedded: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         features = torch.cat([state.to(embedded.dtype), embedded, hidden], dim=-1)  # (1, 2M+D)
@@ -182,7 +189,7 @@ class RecurrentMarkovHead(MarkovHead):
         keep, candidate, output = joint.chunk(3, dim=-1)  # (1, M) each
         state = torch.lerp(candidate.tanh(), state, keep.sigmoid())
         # The output comes from the same projection, not from the new state.
-        return super().step(output.tanh().to(embedded.dtype), hidden, state)[0], state
+        return output.tanh().to(embedded.dtype), state
 
 
 MARKOV_HEADS: dict[str, type[MarkovHead]] = {
@@ -349,11 +356,22 @@ class DSparkModel:
         spread = logits.new_full((logits.shape[0], self.config.transformer.vocab_size), float("-inf"))
         return spread.index_copy_(1, self.target_ids, logits)
 
-    def pick_likeliest(self, logits: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Give the likeliest of the first `num_tokens` tokens, (n,) int64, from this rank's logits."""
-        if self.target_ids is None:
-            return likeliest_of(logits, num_tokens, self.group)[0]
-        return likeliest(self.over_target_ids(logits)[:, :num_tokens])[0]
+    def whole_logits(self, logits: torch.Tensor, mixed: torch.Tensor | None) -> torch.Tensor:
+        """Give the logits over the target's vocabulary (n, N) of slots, with the bias of the Markov head.
+
+        Args:
+            logits: `compute_logits` of the slots.
+            mixed: (n, M) what the bias is made from. None: there is no Markov head.
+        """
+        if mixed is not None and self.markov is not None:
+            logits = logits + linear(mixed, self.markov.w2, out_dtype=torch.float32)
+        return self.over_target_ids(logits)
+
+    def pick_likeliest(self, logits: torch.Tensor, mixed: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
+        """Give the likeliest of the first `num_tokens` tokens, (n,) int64; else as `whole_logits`."""
+        if self.target_ids is not None or mixed is None or self.markov is None:
+            return likeliest(self.whole_logits(logits, mixed)[:, :num_tokens])[0]
+        return pick_likeliest(mixed, None, 0.0, self.markov.w2, num_tokens, self.group, logits=logits)[0]
 
 
 def embedding_part(config: DSparkConfig) -> Part:
