@@ -2,8 +2,8 @@
 
 One pack holds a fixed number of tokens, so that what lies between the recurrence and the attention compiles once and
 runs without the host. Differs from `packed` in how, not in what: every expert is computed for every token, which at
-this size costs less than to gather; the recurrence is fla-core's kernel and attention PyTorch's packed one. On a CPU,
-for tests, both are those of `soloist.train`.
+this size costs less than to gather; the recurrence is fla-core's kernel and attention PyTorch's packed one. On a CPU
+attention is that of `soloist.train`, and so is the recurrence wherever it is asked for.
 """
 
 import gc
@@ -154,11 +154,15 @@ class Forward:
         model: weights in fp32, on the device.
         mtp: its MTP layer.
         compiles: whether the parts are compiled; False on a CPU.
+        has_kernel: whether the recurrence is fla-core's kernel; otherwise it is the plain form, several times slower.
     """
 
-    def __init__(self, model: BailingMoeV3ForCausalLM, mtp: BailingMoeV3MTP, *, compiles: bool) -> None:
+    def __init__(
+        self, model: BailingMoeV3ForCausalLM, mtp: BailingMoeV3MTP, *, compiles: bool, has_kernel: bool
+    ) -> None:
         self.model, self.mtp = model, mtp
-        self.is_on_gpu = model.device.type == "cuda"
+        self.is_on_gpu, self.has_kernel = model.device.type == "cuda", has_kernel
+        self._rows: tuple[Pack, Documents] | None = None
 
         def compiled(function: Callable) -> Callable:
             return torch.compile(function, dynamic=False) if compiles else function
@@ -199,11 +203,11 @@ class Forward:
             q, k, v, gate = self.mla_inputs(x, *weights, *tables, pack.positions, mixer.in_sizes, s)
             return self.mla_output(x, self._attend(q, k, v, pack, s.scale), gate, mixer.o_proj)
         weights = mixer.norm, mixer.in_proj, mixer.conv, mixer.A_log, mixer.dt_bias
-        if not self.is_on_gpu:
+        if not self.has_kernel:
             qkv, f, gate, b = op.linear(op.rms_norm(x, mixer.norm, s.eps), mixer.in_proj).split(mixer.in_sizes, dim=-1)
             laws = mixer.conv, mixer.A_log, mixer.dt_bias, mixer.o_norm, s.eps
             sizes = {"num_heads": s.num_heads, "lower_bound": s.lower_bound}
-            return x + op.linear(kda(qkv, f, gate, b, *laws, rows_of(pack), **sizes), mixer.o_proj)
+            return x + op.linear(kda(qkv, f, gate, b, *laws, self._documents(pack), **sizes), mixer.o_proj)
         q, k, v, g, beta, gate = self.kda_inputs(x, *weights, pack.positions, mixer.in_sizes, s)
         o, _ = chunk_kda(
             *(part[None] for part in (q, k, v, g, beta)),
@@ -214,9 +218,15 @@ class Forward:
         )
         return self.kda_output(x, o[0], gate, mixer.o_norm, mixer.o_proj, s.eps)
 
+    def _documents(self, pack: Pack) -> Documents:
+        """Give what is known of a pack to the operators of `soloist.train`, and keep it for the next layer."""
+        if self._rows is None or self._rows[0] is not pack:
+            self._rows = pack, rows_of(pack)
+        return self._rows[1]
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float) -> Tensor:
         if not self.is_on_gpu:
-            return op.attend(q, k, v, rows_of(pack), scale)
+            return op.attend(q, k, v, self._documents(pack), scale)
         bounds = pack.cu_seqlens, pack.cu_seqlens, pack.max_len, pack.max_len
         return varlen_attn(q, k, v, *bounds, window_size=(-1, 0), scale=scale)
 

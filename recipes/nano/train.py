@@ -31,6 +31,8 @@ from soloist.train.parameters import TrainableSource
 HERE = Path(__file__).parent
 # Launch settings that are tried of each kernel of fla-core.
 NUM_CONFIGS = 3
+# Most bytes of a file of the checkpoint.
+SHARD_BYTES = 12 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +72,9 @@ class Settings:
         return 1.0 - fall * (1.0 - self.lowest_rate)
 
 
-def make_model(config_json: Path, device: torch.device) -> tuple[TrainableSource, Forward, dict[str, Tensor]]:
+def make_model(
+    config_json: Path, device: torch.device, has_kernel: bool
+) -> tuple[TrainableSource, Forward, dict[str, Tensor]]:
     """Draw the weights: maps with a deviation of 0.5 / sqrt(inputs), those into the residual stream a quarter of it."""
     config = BailingMoeV3Config.from_dict(json.loads(config_json.read_text()))
     source = TrainableSource(RandomSource(0, Placement(device=device, dtype=torch.float32)))
@@ -91,7 +95,8 @@ def make_model(config_json: Path, device: torch.device) -> tuple[TrainableSource
             elif tensor.dim() >= 2:
                 scale = 0.125 if name.endswith(("o_proj", "down", "shared_down")) else 0.5
                 tensor.normal_(0.0, scale * tensor.shape[-1] ** -0.5, generator=generator)
-    return source, Forward(model, mtp, compiles=device.type == "cuda"), parameters
+    forward = Forward(model, mtp, compiles=device.type == "cuda", has_kernel=has_kernel)
+    return source, forward, parameters
 
 
 class Trainer:
@@ -102,12 +107,22 @@ class Trainer:
         data: folder with train.npy, held_out.npy and tokenizer.json.
         out: gets the checkpoint and the log.
         device: where.
+        config_json: of the model.
+        has_kernel: see `Forward`.
     """
 
-    def __init__(self, settings: Settings, data: Path, out: Path, device: torch.device, config_json: Path) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        data: Path,
+        out: Path,
+        device: torch.device,
+        config_json: Path,
+        has_kernel: bool = False,
+    ) -> None:
         self.settings, self.out, self.device = settings, out, device
         self.config_json, self.tokenizer_json = config_json, data / "tokenizer.json"
-        self.source, self.forward, self.parameters = make_model(config_json, device)
+        self.source, self.forward, self.parameters = make_model(config_json, device, has_kernel)
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.optimizer = Optimizer(self.parameters, settings.lr, settings.weight_decay)
         self.end = json.loads(config_json.read_text())["eos_token_id"]
@@ -208,7 +223,7 @@ class Trainer:
         folder, scratch = self.out / name, self.out / f".{name}"
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
-        self.source.save(scratch, torch.bfloat16)
+        self.source.save(scratch, torch.bfloat16, shard_bytes=SHARD_BYTES)
         shutil.copy(self.config_json, scratch / "config.json")
         shutil.copy(self.tokenizer_json, scratch / "tokenizer.json")
         shutil.rmtree(folder, ignore_errors=True)
@@ -267,14 +282,16 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=HERE / "config.json")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--num-tokens", type=int, default=Settings.num_tokens, help="tokens of a step")
+    parser.add_argument("--plain", action="store_true", help="do without fla-core's kernel")
     parser.add_argument("--lr", type=float, default=Settings.lr)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")
-    if args.device == "cuda":
+    has_kernel = args.device == "cuda" and not args.plain
+    if has_kernel:
         limit_tuning(NUM_CONFIGS)
     settings = Settings(seconds=args.seconds, num_tokens=args.num_tokens, lr=args.lr)
-    Trainer(settings, args.data, args.out, torch.device(args.device), args.config).run()
+    Trainer(settings, args.data, args.out, torch.device(args.device), args.config, has_kernel).run()
 
 
 if __name__ == "__main__":
