@@ -9,14 +9,18 @@ the peers' memory (`allreduce_cuda`), its prompts through NCCL. A group of one e
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from soloist.kernels import allreduce_cuda
 from soloist.kernels.check import FLOATS, expect, use_reference
+from soloist.kernels.launch import HAS_TRITON
 from soloist.kernels.linear import Weight, linear, linear_residual
+
+if HAS_TRITON:
+    from soloist.kernels import embedding_triton
 
 # Most rows that go through mailboxes; more, a prompt's, go through NCCL.
 MAX_PUSHED_ROWS = 16
@@ -31,8 +35,8 @@ class TensorParallel:
     size: int = 1
     # Of all ranks; None for a group of one.
     process_group: dist.ProcessGroup | None = None
-    # What `allreduce_cuda` exchanges a GPU's steps through; None on a CPU.
-    mailboxes: Any = None
+    # What a GPU's steps are exchanged through; None on a CPU.
+    mailboxes: allreduce_cuda.Mailboxes | None = None
 
     def share(self, num_blocks: int) -> int:
         """Give how many of `num_blocks` heads or columns a rank holds; 1 where ranks share a head."""
@@ -86,8 +90,6 @@ def all_reduce_add(partial: torch.Tensor, residual: torch.Tensor | None, group: 
     if use_reference(partial) or group.size == 1:
         return all_reduce_add_ref(partial, residual, group)
     if partial.dtype is torch.bfloat16 and dims["T"] <= MAX_PUSHED_ROWS:
-        from soloist.kernels import allreduce_cuda
-
         assert group.mailboxes is not None, "a step on a GPU needs mailboxes"
         out = torch.empty_like(partial)
         allreduce_cuda.push_all_reduce_add(partial, residual, out, group.mailboxes)
@@ -130,8 +132,6 @@ def all_reduce_argmax(
     expect(ids, "T", torch.int64, dims, name="ids")
     if use_reference(values) or group.size == 1 or dims["T"] > MAX_PUSHED_ROWS:
         return all_reduce_argmax_ref(values, ids, group)
-    from soloist.kernels import allreduce_cuda
-
     assert group.mailboxes is not None, "a step on a GPU needs mailboxes"
     out_values, out_ids = torch.empty_like(values), torch.empty_like(ids)
     allreduce_cuda.push_argmax(values, ids, out_values, out_ids, group.mailboxes)
@@ -170,6 +170,15 @@ def linear_all_reduce(x: torch.Tensor, weight: Weight, residual: torch.Tensor, g
     return all_reduce_add(linear(x, weight), residual, group)
 
 
+def own_rows_ref(input_ids: torch.Tensor, table: torch.Tensor, first: int) -> torch.Tensor:
+    """Look up with ids cut to the table, then drop what they do not mean."""
+    rows = input_ids - first
+    is_own = (rows >= 0) & (rows < table.shape[0])  # (T,)
+    looked_up = F.embedding(rows.clamp(0, table.shape[0] - 1), table)  # (T, D)
+    # Not a product: what another row holds may be no number.
+    return torch.where(is_own[:, None], looked_up, 0)
+
+
 def embed(input_ids: torch.Tensor, table: torch.Tensor, group: TensorParallel) -> torch.Tensor:
     """Look tokens up in a table of which each rank holds as many rows.
 
@@ -183,9 +192,5 @@ def embed(input_ids: torch.Tensor, table: torch.Tensor, group: TensorParallel) -
     """
     if group.size == 1:
         return F.embedding(input_ids, table)
-    rows = table.shape[0]
-    own_ids = input_ids - group.rank * rows
-    is_own = (own_ids >= 0) & (own_ids < rows)  # (T,)
-    looked_up = F.embedding(own_ids.clamp(0, rows - 1), table)  # (T, D)
-    # Not a product: what another row holds may be no number.
-    return all_reduce_add(torch.where(is_own[:, None], looked_up, 0), None, group)
+    form = own_rows_ref if use_reference(table) else embedding_triton.own_rows
+    return all_reduce_add(form(input_ids, table, group.rank * table.shape[0]), None, group)
