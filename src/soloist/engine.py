@@ -14,12 +14,13 @@ import torch
 from soloist.errors import ContextLengthError, UsageError
 from soloist.generation import Constraint, Generation
 from soloist.kernels.allreduce import broadcast
+from soloist.kernels.compile_ahead import OnCompiled
 from soloist.kernels.sampling import top_logprobs
 from soloist.prefix import PrefixStore
 from soloist.runtime.buffers import SamplingPlan
 from soloist.runtime.comm import Ranks
 from soloist.runtime.device_loop import DeviceLoop, check_device_loop
-from soloist.runtime.graph import Execution, StepGraph, StepQueue
+from soloist.runtime.graph import Execution, StepGraph, StepQueue, compile_ahead
 from soloist.runtime.ring import TokenRing
 from soloist.runtime.runner import ModelRunner
 from soloist.runtime.sampler import Target, make_target
@@ -213,10 +214,15 @@ class Engine:
             )
         return params.max_tokens
 
-    def prepare(self, plan: SamplingPlan) -> None:
-        """Capture the step of requests with this plan, if steps are captured and this one is not yet.
+    def prepare(self, plan: SamplingPlan, on_compiled: OnCompiled | None = None) -> None:
+        """Compile and capture the step of requests with this plan, if steps are captured and this one is not yet.
 
-        Between requests only: the buffers are then behind the end of one.
+        The first time, what reads prompts is compiled too. Between requests only: the buffers are then behind the end
+        of one.
+
+        Args:
+            plan: of the requests.
+            on_compiled: called with (kernels compiled, kernels to compile).
         """
         if not self.execution.is_captured or (plan, True) in self._graphs:
             return
@@ -225,8 +231,10 @@ class Engine:
             # The drafter must know what is drawn; its state of the last request is still wanted.
             state = self.drafter.snapshot()
             self.drafter.begin(self.runner.buffers.input_ids[:1], plan)
-            for is_drafting in (True,) if self.switch is None else (True, False):
-                step = self.make_step(plan, is_drafting=is_drafting)
+            kinds = (True,) if self.switch is None else (True, False)
+            steps = {is_drafting: self.make_step(plan, is_drafting=is_drafting) for is_drafting in kinds}
+            compile_ahead([*([] if self._graphs else self.runner.prompt_passes()), *steps.values()], on_compiled)
+            for is_drafting, step in steps.items():
                 self._graphs[plan, is_drafting] = self.capture(step)
             if state is not None:
                 self.drafter.restore(state)

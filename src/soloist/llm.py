@@ -20,9 +20,12 @@ from soloist.engine import Engine
 from soloist.errors import ModelNotFoundError, UnsupportedError, UsageError
 from soloist.generation import RequestStats
 from soloist.hub import find_model
+from soloist.kernels.compile_ahead import OnCompiled
 from soloist.models import load_model
 from soloist.models.loader import Progress, WeightsDtype
+from soloist.runtime.buffers import SamplingPlan
 from soloist.runtime.comm import Follower, Leader, Ranks, check_tensor_parallel_size, connect_gpus, rank_device
+from soloist.runtime.graph import Execution
 from soloist.runtime.runner import ModelRunner, measure_num_threads
 from soloist.sampling_params import SamplingParams
 from soloist.spec import DRAFTERS, make_drafter
@@ -39,6 +42,8 @@ DEFAULT_CONTEXT_LEN = 32768
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 OnPrefill = Callable[[int, int], None]
+# What most requests need of the sampler.
+_GREEDY = SamplingPlan.of(SamplingParams())
 
 
 class LLM:
@@ -63,7 +68,9 @@ class LLM:
         num_threads: CPU threads, of each rank. None: measured in a few steps, starting from what torch would take;
             several ranks share what it would take.
         tensor_parallel_size: ranks that share the model: 1, 2, 4 or 8 processes, each with a GPU if `device` is "cuda".
+        execution: how steps are run. None: what is fastest on the device.
         progress: called with (bytes read, bytes to read) while the weights are read.
+        on_compiled: called with (kernels compiled, kernels to compile), on a GPU, behind that.
 
     Raises:
         ModelNotFoundError: there is no such model.
@@ -92,7 +99,9 @@ class LLM:
         max_context_len: int | None = None,
         num_threads: int | None = None,
         tensor_parallel_size: int = 1,
+        execution: Execution | None = None,
         progress: Progress | None = None,
+        on_compiled: OnCompiled | None = None,
     ) -> None:
         if num_threads is not None and num_threads < 1:
             raise UsageError(f"num_threads is {num_threads}; allowed: at least 1, or None for a measurement")
@@ -111,11 +120,12 @@ class LLM:
             "weights_dtype": weights_dtype,
             "max_context_len": max_context_len,
             "num_threads": num_threads,
+            "execution": execution,
         }
         place = _as_device(device)
         check_tensor_parallel_size(tensor_parallel_size, place)
         if tensor_parallel_size == 1:
-            self._load(Ranks(), place, progress, **arguments)
+            self._load(Ranks(), place, progress, on_compiled=on_compiled, **arguments)
             return
         ranks = Leader(tensor_parallel_size, place, "from soloist.follower import main; main()", arguments)
         try:
@@ -150,6 +160,8 @@ class LLM:
         weights_dtype: WeightsDtype | None,
         max_context_len: int | None,
         num_threads: int | None,
+        execution: Execution | None,
+        on_compiled: OnCompiled | None = None,
     ) -> None:
         """Load everything on one rank; arguments are those of the constructor."""
         found = find_model(model, with_weights=weights == "file")
@@ -195,7 +207,7 @@ class LLM:
             has_draft_probs=drafter.has_draft_law,
             capture_layers=drafter.capture_layers,
         )
-        engine = Engine(runner, drafter, simulated_acceptance=simulated_acceptance)
+        engine = Engine(runner, drafter, execution=execution, simulated_acceptance=simulated_acceptance)
         engine.ranks = ranks
         self._assemble(engine, tokenizer, found.name)
         if target.device.type == "cpu":
@@ -203,8 +215,12 @@ class LLM:
             # Steps of one rank cannot be timed alone.
             shared = max(1, torch.get_num_threads() // num_ranks) if num_ranks > 1 else 0
             torch.set_num_threads(num_threads or shared or measure_num_threads(runner))
+        if ranks.group.size == 1:
+            # Now rather than while somebody waits for an answer. Several ranks capture together, with a request.
+            engine.prepare(_GREEDY, on_compiled)
         if adaptive_width:
             engine.adapt_width(known_costs(engine, user_cache_dir()))
+            engine.prepare(_GREEDY)
 
     @classmethod
     def of(cls, engine: Engine, tokenizer: Tokenizer | None, name: str) -> Self:

@@ -13,6 +13,7 @@ from soloist.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from soloist.answer import Completion, Delta, Stream
     from soloist.llm import LLM, OnPrefill
+    from soloist.runtime.graph import Execution
 
 
 def checked_text(text: str, what: str) -> str:
@@ -48,12 +49,13 @@ def load(
     draft_weights_dtype: Any = None,
     adaptive_width: bool = False,
     simulate_acceptance: float | None = None,
+    execution: "Execution | None" = None,
 ) -> "LLM":
     """Load a model, with a bar while it takes long; says what rounding costs where weights are held in another form."""
     from soloist.llm import LLM
     from soloist.runtime.graph import freeze_garbage
 
-    with Bar("reading weights") as bar:
+    with Bar("reading weights") as bar, Bar("compiling kernels") as compiling:
         llm = LLM(
             model,
             draft=draft,
@@ -68,7 +70,9 @@ def load(
             dtype=dtype,
             max_context_len=context,
             num_threads=threads,
+            execution=execution,
             progress=bar,
+            on_compiled=compiling,
         )
     if llm.engine.execution.is_captured:
         freeze_garbage()

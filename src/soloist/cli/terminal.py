@@ -20,7 +20,7 @@ def print_dim(text: str) -> None:
 class Bar:
     """A progress bar that shows itself after half a second, on a terminal only, and leaves no trace.
 
-    Call it with (done, total); use it as a context.
+    Call it with (done, total); use it as a context. Once full it is gone, and another one may show itself.
     """
 
     def __init__(self, title: str) -> None:
@@ -29,6 +29,9 @@ class Bar:
         self._progress: Progress | None = None
 
     def __call__(self, done: int, total: int) -> None:
+        if done >= total:
+            self._stop()
+            return
         if self._progress is None:
             if not sys.stderr.isatty() or time.perf_counter() - self._start_s < _PATIENCE_S:
                 return
@@ -44,5 +47,9 @@ class Bar:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
         if self._progress is not None:
             self._progress.stop()
+            self._progress = None

@@ -5,8 +5,9 @@ means, nobody here knows.
 """
 
 import gc
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -14,6 +15,7 @@ from typing import Any, Self
 import torch
 
 from soloist.errors import UsageError
+from soloist.kernels.compile_ahead import OnCompiled, compiling_ahead
 from soloist.kernels.launch import fused_experts, programmatic_launch
 from soloist.runtime.ring import StepRecord, TokenRing
 
@@ -175,6 +177,26 @@ def freeze_garbage() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def compile_ahead(passes: Sequence[Callable[[], None]], on_compiled: OnCompiled | None = None) -> None:
+    """Compile the kernels of some passes side by side. Nothing of a pass runs: it is captured and thrown away.
+
+    Args:
+        passes: each launches on the current stream, as a step does.
+        on_compiled: called with (kernels compiled, kernels to compile).
+    """
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        # The library of matrix products sets itself up at its first, which is no part of a capture.
+        square = torch.zeros(16, 16, dtype=torch.bfloat16, device="cuda")
+        torch.mm(square, square)
+    num_threads = max(2, min(16, len(os.sched_getaffinity(0))))
+    # Relaxed: nor is loading a module, which other kernels do when they are first launched.
+    capture = torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="relaxed")
+    with compiling_ahead(num_threads, on_compiled), capture:
+        for launch in passes:
+            launch()
 
 
 def count_nodes(raw_graph: int) -> tuple[int, int]:

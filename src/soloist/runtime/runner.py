@@ -16,6 +16,9 @@ from soloist.runtime.buffers import StepBuffers
 
 # Prompt tokens of one prefill chunk by device type: enough to keep the matrix products busy, few enough to cancel soon.
 _CHUNK_TOKENS = {"cpu": 128, "cuda": 2048}
+# Rows of a prompt's chunk for which kernels differ on a GPU: one, a step's, by the tiles of their attention, and more,
+# where kernels are compiled apart for sizes that are multiples of 16.
+_PROMPT_ROWS = (1, 2, 4, 6, 12, 17, 32, 2048)
 # A step with fewer threads must take less than this share of the time to be preferred.
 _THREAD_GAIN = 0.97
 # Rows of a chunk while looking for the layer that breaks; every layer's rows are kept at once.
@@ -110,6 +113,19 @@ class ModelRunner:
         if on_progress is not None:
             on_progress(total, total)
         return not is_cancelled()
+
+    def prompt_passes(self) -> list[Callable[[], None]]:
+        """Give a pass for every form that reading a prompt has: to be compiled, not to be run."""
+        most = min(self.chunk_tokens, self.max_context_len - 1)
+        ids = torch.zeros(most, dtype=torch.int64, device=self.buffers.input_ids.device)
+
+        def make_pass(num_rows: int) -> Callable[[], None]:
+            def read() -> None:
+                self.model.forward(ids[:num_rows], self.cache, StepKind.PREFILL, capture=self.capture)
+
+            return read
+
+        return [make_pass(num_rows) for num_rows in _PROMPT_ROWS if num_rows <= most]
 
     def forward(self, num_rows: int) -> torch.Tensor:
         """Run the first rows of the step's input behind the committed sequence; nothing is committed.

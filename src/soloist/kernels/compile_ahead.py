@@ -1,0 +1,38 @@
+"""Compiling kernels side by side, before any of them runs: a step has dozens, each takes about a second of a core."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from typing import Any
+
+from soloist.kernels.launch import HAS_TRITON
+
+if HAS_TRITON:
+    from triton.runtime._async_compile import AsyncCompileMode
+    from triton.runtime.jit import JITFunction
+
+# Called with (kernels compiled, kernels to compile).
+OnCompiled = Callable[[int, int], None]
+
+
+@contextmanager
+def compiling_ahead(num_threads: int, on_compiled: OnCompiled | None = None) -> Iterator[None]:
+    """Compile the Triton kernels that are launched inside the block, in threads, instead of running them.
+
+    All are compiled when the block ends. What a kernel would have written is not there: nothing that depends on it may
+    run in the block either.
+    """
+    run = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, warmup: bool, **kwargs: Any) -> Any:
+        return run(self, *args, warmup=True, **kwargs)
+
+    JITFunction.run = compile_only
+    try:
+        with ThreadPoolExecutor(num_threads) as threads, AsyncCompileMode(threads) as mode:
+            yield
+            for done, _ in enumerate(as_completed(mode.raw_futures)):
+                if on_compiled is not None:
+                    on_compiled(done + 1, len(mode.raw_futures))
+    finally:
+        JITFunction.run = run

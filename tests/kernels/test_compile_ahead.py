@@ -1,0 +1,55 @@
+"""Kernels compiled side by side: all of them, once, and none of them launched."""
+
+import threading
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from soloist.kernels import norm_triton, step_end_triton
+from soloist.kernels.compile_ahead import compiling_ahead
+from tests.kernels.compile_only import Compiled, compiling, print_kernels, run_without_interpreter
+
+
+def launch_all() -> None:
+    """Launch two kernels, one of them twice, on tensors that no GPU could read."""
+    x, norm = torch.empty(3, 64, dtype=torch.bfloat16), torch.empty(64, dtype=torch.bfloat16)
+    norm_triton.rms_norm_rows(x, norm, 1e-6)
+    norm_triton.rms_norm_rows(x, norm, 1e-6)
+    ring, count = torch.empty(4, 16), torch.empty(1, dtype=torch.int64)
+    step_end_triton.copy_to_slot(torch.empty(8), ring, count)
+
+
+def test_what_is_launched_ahead_is_compiled_once_and_not_run():
+    kernels = run_without_interpreter(__file__)
+    assert sorted(kernel.name for kernel in kernels) == ["copy_to_slot_kernel", "rms_norm_kernel"]
+
+
+def program() -> list[Compiled]:
+    """What runs in a process without the interpreter: the second launches find what was compiled ahead."""
+    import triton
+
+    compiled, progress, threads = [], [], set()
+
+    def listen(*, src, metadata, metadata_group, times, cache_hit):
+        compiled.append(src.name)
+        threads.add(threading.get_ident())
+
+    triton.knobs.compilation.listener = listen
+    with compiling_ahead(2, lambda done, total: progress.append((done, total))):
+        launch_all()
+    assert progress == [(1, 2), (2, 2)], progress
+    assert sorted(compiled) == ["copy_to_slot_kernel", "rms_norm_kernel"]
+    assert threading.get_ident() not in threads
+    with compiling(90) as kernels:
+        launch_all()
+    assert len(compiled) == 2, "compiled again"
+    return [kernel for i, kernel in enumerate(kernels) if kernel not in kernels[:i]]
+
+
+if __name__ == "__main__":
+    # Sets the GPU that is compiled for.
+    with compiling(90):
+        pass
+    print_kernels(program())
