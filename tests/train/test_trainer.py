@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from soloist.errors import CheckpointError, UsageError
-from soloist.train.capture import StateStore, bytes_per_token
+from soloist.train.capture import MemoryStore, StateStore, bytes_per_token, fits_in_memory
 from soloist.train.settings import DraftShape, ObjectiveSettings
 from soloist.train.trainer import Trainer, learning_rate
 from tests.train.small import load_target, make_settings, make_texts
@@ -67,6 +67,19 @@ def test_stored_states_train_as_computed_ones_do_and_are_kept(tmp_path: Path):
         assert (parameters(stored)[name] - p).norm() < 0.1 * p.norm() + 1e-2, name
     with pytest.raises(CheckpointError, match="other texts"):
         StateStore(tmp_path / "states", texts[1:], target, layers, num_bytes)
+
+
+def test_states_kept_in_memory_train_as_computed_ones_do(tmp_path: Path):
+    target = load_target(tmp_path / "target", "bailing_moe_v3")
+    texts, settings = make_texts(target, 12), make_settings(num_steps=2)
+    layers = settings.shape.config_for(target.config).target_layer_ids
+    assert fits_in_memory(target, texts, layers)
+    kept = Trainer(target, texts, settings, store=MemoryStore(texts, target, layers, torch.float32))
+    computed = Trainer(target, texts, settings)
+    kept.run()
+    computed.run()
+    for name, p in parameters(computed).items():
+        assert (parameters(kept)[name] - p).norm() < 1e-5 * p.norm() + 1e-6, name
 
 
 def test_the_rate_rises_in_a_line_and_falls_as_a_cosine():

@@ -6,10 +6,13 @@ take (layers + 1) * D * 2 bytes.
 """
 
 import hashlib
+import itertools
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import safe_open
@@ -17,10 +20,13 @@ from safetensors.torch import save_file
 
 from soloist.errors import CheckpointError, UsageError
 from soloist.models.causal_lm import CausalLM
+from soloist.models.memory import free_bytes
 from soloist.train.batches import Text
 from soloist.train.documents import Documents
 from soloist.train.packed import final_norm_packed, forward_packed
 
+# Share of the free memory that states kept in memory may take.
+MEMORY_SHARE = 0.4
 # Tokens that the target reads at once, and texts of one shard.
 PACK_TOKENS = 65536
 SHARD_TEXTS = 256
@@ -75,6 +81,57 @@ def _parts(lengths: Sequence[int]) -> list[tuple[int, int]]:
 def bytes_per_token(model: CausalLM, layers: Sequence[int]) -> int:
     """Bytes that the stored states of a token take."""
     return (len(layers) + 1) * model.config.hidden_size * 2
+
+
+class Store(Protocol):
+    """States that were computed before."""
+
+    def read(self, numbers: Sequence[int], device: torch.device, dtype: torch.dtype) -> States:
+        """Give the states of some texts, one behind the other."""
+
+
+def fits_in_memory(model: CausalLM, texts: Sequence[Text], layers: Sequence[int]) -> bool:
+    """Say whether the states of all texts take less than a share of the memory that is free now."""
+    free = free_bytes(model.device)
+    needed = bytes_per_token(model, layers) * sum(len(text.token_ids) for text in texts)
+    # Where nobody knows what is free, nothing is kept.
+    return not math.isinf(free) and needed < MEMORY_SHARE * free
+
+
+class MemoryStore:
+    """States of all texts on the target's device, computed once: for texts that are read many times.
+
+    Args:
+        texts: all that will be asked for.
+        model: the target.
+        layers: to capture.
+        dtype: of activations.
+    """
+
+    def __init__(self, texts: Sequence[Text], model: CausalLM, layers: Sequence[int], dtype: torch.dtype) -> None:
+        lengths = [len(text.token_ids) for text in texts]
+        self._starts = [0, *itertools.accumulate(lengths)]
+        total, D = sum(lengths), model.config.hidden_size
+        self._captured = torch.empty(total, len(layers), D, dtype=dtype, device=model.device)
+        self._last = torch.empty(total, D, dtype=dtype, device=model.device)
+        # Of about the same length together, so that little is padded.
+        order = sorted(range(len(texts)), key=lambda i: lengths[i])
+        for first, stop in _parts([lengths[i] for i in order]):
+            own = order[first:stop]
+            ids = torch.tensor([token for i in own for token in texts[i].token_ids], device=model.device)
+            states = read_states(model, ids, Documents([lengths[i] for i in own], model.device), layers, dtype)
+            rows = self._rows(own)
+            self._captured[rows], self._last[rows] = states.captured, states.last
+
+    def _rows(self, numbers: Sequence[int]) -> torch.Tensor:
+        rows = torch.cat([torch.arange(self._starts[i], self._starts[i + 1]) for i in numbers])
+        return rows.to(self._last.device)
+
+    def read(self, numbers: Sequence[int], device: torch.device, dtype: torch.dtype) -> States:
+        """Give the states of some texts, one behind the other."""
+        rows = self._rows(numbers)
+        captured, last = self._captured.index_select(0, rows), self._last.index_select(0, rows)
+        return States(captured=captured.to(device, dtype), last=last.to(device, dtype))
 
 
 class StateStore:

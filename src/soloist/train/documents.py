@@ -96,6 +96,8 @@ class Chunks:
     rows: torch.Tensor
     # (n, 1, C, 1) fp32: 1 for real rows, 0 for padding.
     is_real: torch.Tensor
+    # Whether there is no padding.
+    is_full: bool
     # (T,) int64: the place of each row.
     places: torch.Tensor
     # Documents that have a j-th chunk, for each j.
@@ -118,6 +120,7 @@ class Chunks:
         return cls(
             rows=rows.flatten().to(device),
             is_real=is_real[:, None, :, None].float().to(device),
+            is_full=all(length % CHUNK == 0 for length in lengths),
             places=places.to(device),
             counts=tuple(counts),
         )

@@ -167,14 +167,18 @@ def kda(
     H, chunks = num_heads, documents.chunks()
     K = f.shape[1] // H
     mixed = widen(short_conv(qkv, conv_w, documents))  # (T, C)
-    rows = torch.cat([mixed, log_decay(f, A_log, dt_bias, H, lower_bound).flatten(1), widen(b)], dim=-1)
-    rows = rows.index_select(0, chunks.rows).unflatten(0, (-1, CHUNK))  # (n, C, .)
     V = (qkv.shape[1] - 2 * H * K) // H
-    split = rows.split([H * K, H * K, H * V, H * K, H], dim=-1)
-    q, k, v, g, strength = (x.unflatten(-1, (H, -1)).transpose(1, 2) for x in split)  # (n, H, C, .)
+    parts = mixed.split([H * K, H * K, H * V], dim=-1)
+    heads = [x.unflatten(-1, (H, -1)) for x in (*parts, widen(b))]  # (T, H, .) each
+    rows = torch.cat([*heads[:3], log_decay(f, A_log, dt_bias, H, lower_bound), heads[3]], dim=-1)  # (T, H, 3K+V+1)
+    rows = rows.index_select(0, chunks.rows).unflatten(0, (-1, CHUNK)).transpose(1, 2)  # (n, H, C, .)
+    # Head by head in memory, once: everything behind is products of matrices.
+    q, k, v, g, strength = rows.contiguous().split([K, K, V, K, 1], dim=-1)
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS) for x in (q, k))
-    # Padding writes nothing and decays nothing.
-    g, beta = g * chunks.is_real, strength.sigmoid() * chunks.is_real
+    beta = strength.sigmoid()
+    if not chunks.is_full:
+        # Padding writes nothing and decays nothing.
+        g, beta = g * chunks.is_real, beta * chunks.is_real
     o = _scan(q * K**-0.5, k, v, g, beta, chunks.counts, lower_bound is not None)  # (n, H, C, V)
     o = o.transpose(1, 2).flatten(0, 1).index_select(0, chunks.places).to(gate.dtype)  # (T, H, V)
     normed = rms_norm(widen(o), o_norm, eps)

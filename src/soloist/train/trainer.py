@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from soloist.errors import CheckpointError, UsageError
 from soloist.models.causal_lm import CausalLM
 from soloist.train.batches import Batch, Text, choose_texts, make_batch
-from soloist.train.capture import States, StateStore, read_states
+from soloist.train.capture import States, Store, read_states
 from soloist.train.network import DraftNetwork
 from soloist.train.objective import (
     SlotFigures,
@@ -119,7 +119,8 @@ class Trainer:
         settings: of the run.
         num_tokens: ids that may be drawn; rows of the head behind them are padding.
         folder: of checkpoints and metrics; one that holds a checkpoint of the same run is gone on with.
-        store: hidden states on disk. None: they are computed in every step.
+        store: hidden states that were computed before. None: they are computed in every step.
+        is_alone: train in this process, whatever others there are.
 
     Raises:
         UsageError: too few texts, or processes that do not divide the documents of a step.
@@ -134,7 +135,8 @@ class Trainer:
         *,
         num_tokens: int | None = None,
         folder: Path | None = None,
-        store: StateStore | None = None,
+        store: Store | None = None,
+        is_alone: bool = False,
     ) -> None:
         self.target, self.settings, self.folder, self._store = target, settings, folder, store
         self.config = settings.shape.config_for(target.config)
@@ -147,7 +149,8 @@ class Trainer:
         self.device, self.dtype = target.device, DTYPES[settings.compute_dtype]
         head = dense(target.lm_head)[: num_tokens or target.config.vocab_size]
         self.network = DraftNetwork(self.config, target.embed_tokens, settings.seed)
-        self.rank, self.num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        is_shared = dist.is_initialized() and not is_alone
+        self.rank, self.num_ranks = (dist.get_rank(), dist.get_world_size()) if is_shared else (0, 1)
         if settings.documents_per_step % self.num_ranks:
             raise UsageError(
                 f"documents_per_step is {settings.documents_per_step}, not a multiple of {self.num_ranks} processes"
@@ -198,9 +201,13 @@ class Trainer:
         s, step = self.settings, self.step
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(s, step)
-        batch, states = self._read(choose_texts(len(self.trained), s.documents_per_step, s.seed, step), self.trained)
+        chosen = choose_texts(len(self.trained), s.documents_per_step, s.seed, step)
+        # Every `num_ranks`-th document is this process's.
+        batch, states = self._read([self.trained[i] for i in chosen[self.rank :: self.num_ranks]], step)
         is_last_stage = s.objective.length_weight > 0 and step >= round((1 - s.objective.length_share) * s.num_steps)
         totals = self._totals(batch)
+        if self.num_ranks > 1:
+            dist.all_reduce(totals)
         loss, figures = self._module(batch, states, totals, is_last_stage)
         self.optimizer.zero_grad()
         # DDP averages gradients; the loss is a sum over processes.
@@ -209,17 +216,16 @@ class Trainer:
         self.optimizer.step()
         return batch, loss.detach(), figures
 
-    def _read(self, chosen: Sequence[int], pool: Sequence[int], step: int | None = None) -> tuple[Batch, States]:
-        """Make this process's share of a step: every `num_ranks`-th document."""
+    def _read(self, numbers: Sequence[int], step: int) -> tuple[Batch, States]:
+        """Pack texts by their numbers, choose anchors for a step, and get the target's states."""
         s = self.settings
-        numbers = [pool[i] for i in chosen[self.rank :: self.num_ranks]]
         batch = make_batch(
             [self.texts[i] for i in numbers],
             numbers,
             num_anchors=s.anchors_per_document,
             block_size=s.shape.block_size,
             seed=s.seed,
-            step=self.step if step is None else step,
+            step=step,
             device=self.device,
         )
         if self._store is not None:
@@ -228,13 +234,10 @@ class Trainer:
         return batch, read_states(self.target, batch.input_ids, batch.documents, layers, self.dtype)
 
     def _totals(self, batch: Batch) -> torch.Tensor:
-        """Sum over all processes: the weights of slots, and the blocks that count: (2,) fp32."""
+        """Sum the weights of a batch's slots, and count its blocks: (2,) fp32."""
         is_counted = batch.is_counted.flatten(0, 1)
         weights = slot_weights(is_counted, self.settings.objective).sum()
-        totals = torch.stack([weights, is_counted.any(dim=1).sum().float()])
-        if self.num_ranks > 1:
-            dist.all_reduce(totals)
-        return totals
+        return torch.stack([weights, is_counted.any(dim=1).sum().float()])
 
     def _summarise(self, results: Sequence[tuple[Batch, torch.Tensor, SlotFigures]]) -> Figures:
         """Bring figures of this process's batches to the host, as means over blocks that count whole."""
@@ -253,15 +256,14 @@ class Trainer:
 
     @torch.no_grad()
     def measure(self) -> Figures:
-        """Predict the acceptance length on held-out texts, along the text as it is (teacher forcing)."""
-        size, results = self.settings.documents_per_step, []
+        """Predict the acceptance length on held-out texts, along the text as it is (teacher forcing).
+
+        Every process measures the same.
+        """
+        size, results = self.settings.documents_per_step // self.num_ranks, []
         for start in range(0, min(len(self.held_out), size * MAX_HELD_OUT_BATCHES), size):
-            chosen = list(range(start, min(start + size, len(self.held_out))))[: size // self.num_ranks]
-            # All processes measure the same.
-            rank, num_ranks, self.rank, self.num_ranks = self.rank, self.num_ranks, 0, 1
-            batch, states = self._read(chosen, self.held_out, step=0)
+            batch, states = self._read(self.held_out[start : start + size], 0)
             loss, figures = self._step(batch, states, self._totals(batch), False)
-            self.rank, self.num_ranks = rank, num_ranks
             results.append((batch, loss, figures))
         found = self._summarise(results)
         self._log({"kind": "held out", **vars(found)})

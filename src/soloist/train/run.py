@@ -1,0 +1,191 @@
+"""A whole run: answers, their check, hidden states, training, and the draft's folder.
+
+Owns what lies where in that folder:
+
+    config.json model.safetensors     the draft
+    held-out.jsonl                    prompts that it was not trained on, for `soloist draft eval`
+    training.json                     settings, data, the mix of temperatures, figures
+    training/                         texts, metrics and the state that a stopped run goes on with
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from soloist.errors import UsageError
+from soloist.models.causal_lm import CausalLM
+from soloist.train.batches import Text
+from soloist.train.capture import MemoryStore, StateStore, Store, bytes_per_token, fits_in_memory
+from soloist.train.checkpoint import save_draft
+from soloist.train.packed import dense
+from soloist.train.plan import Plan, make_plan
+from soloist.train.responses import FILE_NAME, Source, check_ownership, collect_texts, describe_mix, require_own
+from soloist.train.settings import TrainSettings
+from soloist.train.trainer import DTYPES, Figures, OnStep, Trainer
+
+HELD_OUT_NAME = "held-out.jsonl"
+RECORD_NAME = "training.json"
+# Steps, prompts and tokens of an answer of a dry run.
+DRY_STEPS, DRY_PROMPTS, DRY_TOKENS = 4, 8, 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Who hears how a run goes on."""
+
+    # (answers there, answers to come).
+    on_answer: Callable[[int, int], None] = lambda done, total: None
+    # Once, before the first step.
+    on_plan: Callable[[Plan], None] = lambda plan: None
+    on_step: OnStep = lambda figures, num_steps, tok_per_s: None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a run left."""
+
+    folder: Path
+    # On held-out texts, along the text.
+    figures: Figures
+    num_texts: int
+    mix: dict[str, int]
+
+
+def dry(settings: TrainSettings) -> TrainSettings:
+    """Give settings that show within two minutes that everything fits together; the draft is worth nothing."""
+    return replace(
+        settings,
+        num_steps=DRY_STEPS,
+        documents_per_step=min(settings.documents_per_step, 4),
+        anchors_per_document=min(settings.anchors_per_document, 8),
+        log_every=1,
+        checkpoint_every=DRY_STEPS,
+    )
+
+
+def train_draft(
+    target: CausalLM,
+    prompts: Sequence[Sequence[int]],
+    source: Source,
+    settings: TrainSettings,
+    folder: Path,
+    *,
+    temperatures: Sequence[float],
+    num_tokens: int,
+    data: str,
+    store_budget_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Train a draft; in a folder where this was begun before it goes on.
+
+    Under `torchrun`, rank 0 asks for the answers and writes the files.
+
+    Args:
+        target: dense weights.
+        prompts: token ids.
+        source: of the answers.
+        settings: of the run.
+        folder: of the draft.
+        temperatures: of the answers, taking turns.
+        num_tokens: ids that may be drawn.
+        data: what the prompts are, in words, for the card.
+        store_budget_bytes: keep hidden states on disk, in at most so many bytes. None: in memory where they fit, else
+            they are computed in every step.
+        progress: who hears of it.
+
+    Raises:
+        UsageError: the answers are not the target's own, or too few.
+        CheckpointError: the folder holds another run.
+    """
+    progress = progress or Progress()
+    working = folder / "training"
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    texts: list[Text] = []
+    if is_first:
+        working.mkdir(parents=True, exist_ok=True)
+        texts = _collect(prompts, source, settings, working, temperatures, progress)
+    if dist.is_initialized():
+        dist.barrier()
+        if not is_first:
+            texts = _collect(prompts, source, settings, working, temperatures, progress)
+    if len(texts) < 2:
+        raise UsageError(f"{len(texts)} of {len(prompts)} prompts were answered: a run needs two texts at least")
+    if is_first:
+        require_own(check_ownership(target, texts, num_tokens, DTYPES[settings.compute_dtype]))
+        progress.on_plan(_plan(target, texts, settings, num_tokens, store_budget_bytes))
+    store = _make_store(target, texts, settings, working, store_budget_bytes)
+    trainer = Trainer(target, texts, settings, num_tokens=num_tokens, folder=working, store=store)
+    trainer.run(on_step=progress.on_step if is_first else None)
+    figures = trainer.measure()
+    outcome = Outcome(folder=folder, figures=figures, num_texts=len(texts), mix=describe_mix(texts))
+    if is_first:
+        head = dense(target.lm_head) if settings.stores_heads else None
+        save_draft(folder, trainer.network, lm_head=head)
+        held_out = [texts[i].token_ids[: texts[i].num_prompt] for i in trainer.held_out]
+        (folder / HELD_OUT_NAME).write_text("".join(json.dumps({"ids": ids}) + "\n" for ids in held_out))
+        record = _record(target, settings, outcome, data)
+        (folder / RECORD_NAME).write_text(json.dumps(record, indent=1) + "\n")
+    if dist.is_initialized():
+        dist.barrier()
+    return outcome
+
+
+def _collect(
+    prompts: Sequence[Sequence[int]],
+    source: Source,
+    settings: TrainSettings,
+    working: Path,
+    temperatures: Sequence[float],
+    progress: Progress,
+) -> list[Text]:
+    return collect_texts(
+        source, prompts, temperatures, seed=settings.seed, file=working / FILE_NAME, on_progress=progress.on_answer
+    )
+
+
+def _plan(
+    target: CausalLM, texts: Sequence[Text], settings: TrainSettings, num_tokens: int, budget_bytes: int | None
+) -> Plan:
+    layers = settings.shape.config_for(target.config).target_layer_ids
+    needed = bytes_per_token(target, layers) * sum(len(text.token_ids) for text in texts)
+    # The steps that are timed are one process's.
+    alone = replace(settings, documents_per_step=_share(settings.documents_per_step))
+    return make_plan(target, texts, alone, num_tokens, stored_bytes=0 if budget_bytes is None else needed)
+
+
+def _share(documents: int) -> int:
+    return documents // dist.get_world_size() if dist.is_initialized() else documents
+
+
+def _make_store(
+    target: CausalLM, texts: Sequence[Text], settings: TrainSettings, working: Path, budget_bytes: int | None
+) -> Store | None:
+    """Choose where hidden states come from."""
+    layers = settings.shape.config_for(target.config).target_layer_ids
+    if budget_bytes is not None:
+        if dist.is_initialized() and dist.get_rank() != 0:
+            dist.barrier()
+        store = StateStore(working / "states", texts, target, layers, budget_bytes)
+        if dist.is_initialized() and dist.get_rank() == 0:
+            dist.barrier()
+        return store
+    if fits_in_memory(target, texts, layers):
+        return MemoryStore(texts, target, layers, DTYPES[settings.compute_dtype])
+    return None
+
+
+def _record(target: CausalLM, settings: TrainSettings, outcome: Outcome, data: str) -> dict[str, Any]:
+    return {
+        "target": target.architecture,
+        "data": data,
+        "num_texts": outcome.num_texts,
+        "texts_by_temperature": outcome.mix,
+        "settings": settings.to_json(),
+        "held_out": vars(outcome.figures),
+        "torch": torch.__version__,
+    }
