@@ -17,6 +17,7 @@ LAYERS = (
     ("models",),
     ("runtime",),
     ("spec",),
+    ("prefix_disk",),
     ("prefix",),
     ("engine", "generation"),
     ("step_costs",),

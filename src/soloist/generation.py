@@ -211,7 +211,8 @@ class Generation:
             unread = [token for record in self._drain() for token in record.token_ids]
             # A pass that broke off may have written state that belongs to no token.
             if self._engine.prefixes is not None and not self._has_failed:
-                self._engine.prefixes.end([*self.prompt_ids, *self.token_ids, *unread])
+                known_ids = [*self.prompt_ids, *self.token_ids, *unread]
+                self._engine.prefixes.end(known_ids, self._engine.runner.cache, self._engine.drafter)
             self._is_counted = True
             self._count(1)
             self._engine.ranks.rest()

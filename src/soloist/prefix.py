@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from soloist.models.cache import Cache, Snapshot
+from soloist.prefix_disk import DiskPrefixes
 from soloist.spec.drafter import Drafter
 
 # A state that fewer tokens than this would bring back is not worth a copy.
@@ -53,6 +54,9 @@ class PrefixCounts:
     num_entries: int
     device_bytes: int
     host_bytes: int
+    # Of files.
+    num_files: int
+    disk_bytes: int
 
 
 @dataclass(kw_only=True)
@@ -63,10 +67,13 @@ class PrefixStore:
         device_bytes: memory for copies on the model's device; what has no room there moves to the host. On a CPU it is
             not used.
         host_bytes: memory for copies on the host. 0 with 0 of the device's: only the state in the cache is used again.
+        disk: files for a later process. None: what is kept ends with this one. The state of a drafter is not written:
+            such states are kept in memory only.
     """
 
     device_bytes: int = 0
     host_bytes: int = 0
+    disk: DiskPrefixes | None = None
     # Tokens of which the cache holds the state of some first ones: its own length says how many.
     _live_ids: list[int] = field(default_factory=list, init=False)
     _entries: list[_Entry] = field(default_factory=list, init=False)
@@ -86,12 +93,20 @@ class PrefixStore:
             num_entries=len(entries),
             device_bytes=sum(entry.snapshot.num_bytes for entry in entries if entry.is_on_device),
             host_bytes=sum(entry.snapshot.num_bytes for entry in entries if not entry.is_on_device),
+            num_files=0 if self.disk is None else len(self.disk.entries),
+            disk_bytes=0 if self.disk is None else self.disk.num_bytes,
         )
 
     def clear(self) -> None:
-        """Forget everything, the state in the cache too."""
+        """Forget everything, the state in the cache and files too."""
         self._live_ids = []
         self._entries.clear()
+        if self.disk is not None:
+            self.disk.clear()
+
+    def forget_live(self) -> None:
+        """Forget the state in the cache."""
+        self._live_ids = []
 
     def begin(self, prompt_ids: Sequence[int], cache: Cache, drafter: Drafter) -> tuple[Reuse, "Restore"]:
         """Find the longest usable state for a prompt, and copy the cache's own before it is overwritten.
@@ -120,6 +135,12 @@ class PrefixStore:
                 num_common, nearest = common, entry.token_ids
             if (usable := _usable(common, len(entry.token_ids), can_cut)) > best_len:
                 best, best_len = entry, usable
+        if self.disk is not None and drafter_state is None:
+            found = self._from_disk(wanted, best_len + MIN_WORTH_TOKENS, can_cut)
+            if found is not None:
+                best, best_len = found, _usable(_common(found.token_ids, wanted), len(found.token_ids), can_cut)
+                if best_len > num_common:
+                    num_common, nearest = best_len, found.token_ids
         # What the request will overwrite is kept, if it is more than what the prompt shares with it.
         if len(live) - (live_len if best is None else 0) >= MIN_WORTH_TOKENS:
             self._add(live, cache, drafter_state, can_cut)
@@ -136,13 +157,41 @@ class PrefixStore:
         )
         return reuse, Restore(cache, drafter, best, drafter_state, best_len, is_exact=not can_cut)
 
-    def end(self, token_ids: list[int]) -> None:
-        """Say of which tokens the cache holds the first ones, once a request has ended well."""
+    def end(self, token_ids: list[int], cache: Cache, drafter: Drafter) -> None:
+        """Say of which tokens the cache holds the first ones, once a request has ended well; a file gets them too."""
         self._live_ids = token_ids
+        if self.disk is None or drafter.snapshot() is not None or not self.disk.is_worth(token_ids):
+            return
+        live = self._live_ids = self._take_live(cache, cache.can_rollback)
+        if self.disk.is_worth(live):
+            self.disk.put(live, cache.snapshot().to("cpu"), can_cut=cache.can_rollback)
+
+    def _from_disk(self, wanted: list[int], least: int, can_cut: bool) -> _Entry | None:
+        """Read the longest state in files that is usable for a prompt, if it has at least so many tokens of it."""
+        assert self.disk is not None
+        lengths = [
+            (_usable(_common(e.token_ids, wanted), len(e.token_ids), can_cut), e) for e in self.disk.entries
+        ]  # fmt: skip
+        for num_usable, entry in sorted(lengths, key=lambda pair: -pair[0]):
+            if num_usable < least:
+                return None
+            snapshot = self.disk.load(entry)
+            if snapshot is not None:
+                return _Entry(
+                    token_ids=entry.token_ids,
+                    snapshot=snapshot,
+                    drafter=None,
+                    is_on_device=False,
+                    last_used=next(self._clock),
+                )
+        return None
 
     def keep(self, token_ids: Sequence[int], cache: Cache, drafter: Drafter) -> None:
         """Copy the state of `token_ids`, which the cache holds now: a place to which later prompts may return."""
-        self._add(list(token_ids), cache, drafter.snapshot(), can_cut=False)
+        drafter_state = drafter.snapshot()
+        self._add(list(token_ids), cache, drafter_state, can_cut=False)
+        if self.disk is not None and drafter_state is None and self.disk.is_worth(token_ids):
+            self.disk.put(token_ids, cache.snapshot().to("cpu"), can_cut=False)
 
     def _take_live(self, cache: Cache, can_cut: bool) -> list[int]:
         """Give the tokens whose state the cache holds, and forget them: the request may fail halfway."""

@@ -1,5 +1,6 @@
 """`soloist serve` from the outside: what it refuses before it loads, and a life from start to signal."""
 
+import contextlib
 import json
 import os
 import signal
@@ -8,7 +9,9 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,12 +64,10 @@ def test_small_events_are_sent_at_once():
         assert listener.proto == socket.IPPROTO_TCP
 
 
-@pytest.mark.parametrize(
-    ("signal_number", "exit_code"),
-    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
-)
-def test_a_server_lives_from_start_to_signal(tiny_folder: Path, signal_number: int, exit_code: int):
-    words = [SOLOIST, "serve", tiny_folder, "--port", "0", "--threads", "1", "--dtype", "float32", "-c", "512"]
+@contextlib.contextmanager
+def running(folder: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run `soloist serve`; gives the process and its URL."""
+    words = (str(SOLOIST), "serve", str(folder), "--port", "0", "--threads", "1", "--dtype", "float32", *words)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     # A shell's background jobs ignore SIGINT, and so would what they start.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -75,17 +76,54 @@ def test_a_server_lives_from_start_to_signal(tiny_folder: Path, signal_number: i
     try:
         assert server.stderr is not None
         line = next(line for line in server.stderr if "is ready" in line)
-        url = next(word for word in line.split() if word.startswith("http")).rstrip(",")
-        body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "ignore_eos": True}
-        request = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode())
-        request.add_header("content-type", "application/json")
-        with urllib.request.urlopen(request, timeout=20) as stream:
-            assert stream.readline().startswith(b"data: ")
-            begin_s = time.monotonic()
-            server.send_signal(signal_number)
-            # A running answer does not hold up the end.
-            assert server.wait(timeout=20) == exit_code
-            assert time.monotonic() - begin_s < 8
+        yield server, next(word for word in line.split() if word.startswith("http")).rstrip(",").removesuffix("/v1")
     finally:
         server.kill()
         server.wait()
+        server.stderr.close()
+
+
+def ask(url: str, **fields: Any) -> Any:
+    body = {"ignore_eos": True} | fields
+    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode())
+    request.add_header("content-type", "application/json")
+    return urllib.request.urlopen(request, timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("signal_number", "exit_code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+)
+def test_a_server_lives_from_start_to_signal(tiny_folder: Path, signal_number: int, exit_code: int):
+    hi = [{"role": "user", "content": "hi"}]
+    with running(tiny_folder, "-c", "512") as (server, url), ask(url, messages=hi, stream=True) as stream:
+        assert stream.readline().startswith(b"data: ")
+        begin_s = time.monotonic()
+        server.send_signal(signal_number)
+        # A running answer does not hold up the end.
+        assert server.wait(timeout=20) == exit_code
+        assert time.monotonic() - begin_s < 8
+
+
+def test_a_server_that_is_killed_loses_only_the_stream(tiny_folder: Path):
+    messages = [{"role": "system", "content": "the lazy dog jumps over " * 30}, {"role": "user", "content": "hi"}]
+    words = ("-c", "1000", "--prefix-disk", "0.1")
+    with running(tiny_folder, *words) as (server, url):
+        first = json.load(ask(url, messages=messages, max_tokens=8))
+        messages += [first["choices"][0]["message"], {"role": "user", "content": "and then?"}]
+        end_s = time.monotonic() + 10
+        while not json.load(urllib.request.urlopen(f"{url}/props"))["prefix_cache"]["num_files"]:
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+        with ask(url, messages=messages, stream=True) as stream:
+            assert stream.readline().startswith(b"data: ")
+            server.kill()
+            server.wait()
+    with running(tiny_folder, *words) as (_, url):
+        answer = json.load(ask(url, messages=messages, max_tokens=8))
+        kept = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert kept > 0.9 * first["usage"]["prompt_tokens"]
+        urllib.request.urlopen(urllib.request.Request(f"{url}/reset_prefix_cache", method="POST"))
+        cold = json.load(ask(url, messages=messages, max_tokens=8))
+        assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert cold["choices"] == answer["choices"]

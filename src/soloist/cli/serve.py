@@ -51,6 +51,10 @@ def serve(
     prefix_device_memory: Annotated[
         float, typer.Option("--prefix-device-memory", help="GPU memory for them, besides.", metavar="GIB", min=0)
     ] = 0.0,
+    prefix_disk: Annotated[
+        float,
+        typer.Option("--prefix-disk", help="Files for them, for the next start.", metavar="GIB", min=0),
+    ] = 0.0,
     keep_billing_line: Annotated[
         bool, typer.Option("--keep-billing-line", help="Leave in the line that coding agents change in every prompt.")
     ] = False,
@@ -118,6 +122,7 @@ def serve(
         model_name or model,
         prefix_bytes=round(prefix_memory * GIB),
         prefix_device_bytes=round(prefix_device_memory * GIB),
+        prefix_disk_bytes=round(prefix_disk * GIB),
         context=context,
         threads=threads,
         device=device,
@@ -160,17 +165,35 @@ def serve(
         listen.run(app, listener, on_ready)
 
 
-def load_to_serve(model: str | None, *, prefix_bytes: int, prefix_device_bytes: int, **loading: Any) -> "LLM":
+def load_to_serve(
+    model: str | None, *, prefix_bytes: int, prefix_device_bytes: int, prefix_disk_bytes: int = 0, **loading: Any
+) -> "LLM":
     """Load a model that keeps what earlier requests have read.
 
     Args:
         model: its name or path.
         prefix_bytes: host memory for what is kept.
         prefix_device_bytes: memory of the model's device for it, besides.
+        prefix_disk_bytes: files for it. 0: none.
         loading: see `load`.
+
+    Raises:
+        UsageError: there shall be files, and this model's states cannot be written.
     """
+    from soloist.hub import find_model
     from soloist.prefix import PrefixStore
+    from soloist.prefix_disk import DiskPrefixes, model_fingerprint
 
     llm = load(model, **loading)
-    llm.engine.prefixes = PrefixStore(host_bytes=prefix_bytes, device_bytes=prefix_device_bytes)
+    engine, disk = llm.engine, None
+    if prefix_disk_bytes:
+        path = find_model(model).path if loading["weights"] == "file" else None
+        if path is None or engine.drafter.snapshot() is not None or engine.ranks.group.size > 1:
+            raise UsageError(
+                "--prefix-disk: files need weights from files, one rank, and a drafter without a state of its own"
+            )
+        engine.runner.cache.reset()
+        fingerprint = model_fingerprint(path, engine.runner.cache)
+        disk = DiskPrefixes(Environment.read().cache_dir / "prefixes", fingerprint, prefix_disk_bytes)
+    engine.prefixes = PrefixStore(host_bytes=prefix_bytes, device_bytes=prefix_device_bytes, disk=disk)
     return llm

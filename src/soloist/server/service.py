@@ -111,7 +111,7 @@ class Service:
         def work() -> Iterator[Delta]:
             yield from stream
             if self.llm.engine.prefixes is not None:
-                self.llm.engine.prefixes.clear()
+                self.llm.engine.prefixes.forget_live()
 
         async for _ in self.queue.submit(work, stream.cancel).items():
             self.last_token_s = time.monotonic()
@@ -180,5 +180,8 @@ class Service:
         )
 
     def close(self) -> None:
-        """End all work."""
+        """End all work; what is kept in files is written to its end."""
         self.queue.close()
+        prefixes = self.llm.engine.prefixes
+        if prefixes is not None and prefixes.disk is not None:
+            prefixes.disk.close()
