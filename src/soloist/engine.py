@@ -7,7 +7,8 @@ passes from there on.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -214,31 +215,48 @@ class Engine:
             )
         return params.max_tokens
 
-    def prepare(self, plan: SamplingPlan, on_compiled: OnCompiled | None = None) -> None:
-        """Compile and capture the step of requests with this plan, if steps are captured and this one is not yet.
+    def compile_ahead(self, plan: SamplingPlan, on_compiled: OnCompiled | None = None) -> None:
+        """Compile what reads prompts, and the step of requests with this plan, side by side; for what is captured.
 
-        The first time, what reads prompts is compiled too. Between requests only: the buffers are then behind the end
-        of one.
+        Between requests only, as `prepare`.
 
         Args:
             plan: of the requests.
             on_compiled: called with (kernels compiled, kernels to compile).
         """
+        if self.execution.is_captured:
+            with self._behind_the_end(plan):
+                steps = [self.make_step(plan, is_drafting=is_drafting) for is_drafting in self._kinds]
+                compile_ahead([*self.runner.prompt_passes(), *steps], on_compiled)
+
+    def prepare(self, plan: SamplingPlan) -> None:
+        """Capture the step of requests with this plan, if steps are captured and this one is not yet.
+
+        Between requests only: the buffers are then behind the end of one.
+        """
         if not self.execution.is_captured or (plan, True) in self._graphs:
             return
+        with self._behind_the_end(plan):
+            for is_drafting in self._kinds:
+                self._graphs[plan, is_drafting] = self.capture(self.make_step(plan, is_drafting=is_drafting))
+        self.ring.reset()
+
+    @property
+    def _kinds(self) -> tuple[bool, ...]:
+        """Whether steps draft: all of them, or as the switch says."""
+        return (True,) if self.switch is None else (True, False)
+
+    @contextmanager
+    def _behind_the_end(self, plan: SamplingPlan) -> Iterator[None]:
+        """Have steps change nothing inside the block."""
         self.runner.buffers.end()
         with torch.inference_mode():
             # The drafter must know what is drawn; its state of the last request is still wanted.
             state = self.drafter.snapshot()
             self.drafter.begin(self.runner.buffers.input_ids[:1], plan)
-            kinds = (True,) if self.switch is None else (True, False)
-            steps = {is_drafting: self.make_step(plan, is_drafting=is_drafting) for is_drafting in kinds}
-            compile_ahead([*([] if self._graphs else self.runner.prompt_passes()), *steps.values()], on_compiled)
-            for is_drafting, step in steps.items():
-                self._graphs[plan, is_drafting] = self.capture(step)
+            yield
             if state is not None:
                 self.drafter.restore(state)
-        self.ring.reset()
 
     def capture(self, step: Callable[[], None]) -> StepGraph | DeviceLoop:
         """Capture a step of this engine, which changes nothing now, in the form that the execution replays."""

@@ -217,7 +217,8 @@ class LLM:
             torch.set_num_threads(num_threads or shared or measure_num_threads(runner))
         if ranks.group.size == 1:
             # Now rather than while somebody waits for an answer. Several ranks capture together, with a request.
-            engine.prepare(_GREEDY, on_compiled)
+            engine.compile_ahead(_GREEDY, on_compiled)
+            engine.prepare(_GREEDY)
         if adaptive_width:
             engine.adapt_width(known_costs(engine, user_cache_dir()))
             engine.prepare(_GREEDY)
