@@ -35,8 +35,8 @@ from soloist.models.loader import NUM_RANKS
 
 # How long rank 0 may take to notice by itself that a rank is lost; with the time to see it, below 5 s.
 _GRACE_S = 3.0
-# A GPU's collective gives up after this; within the grace.
-_EXCHANGE_S = 2.5
+# A GPU's collective gives up after this: ranks may take so much longer than each other to compile a kernel.
+_EXCHANGE_S = 60.0
 _LOST_EXIT_CODE = 1
 # Between two looks of a rank at whether rank 0 lives.
 _PARENT_POLL_S = 0.5
@@ -261,6 +261,7 @@ class Leader(Ranks):
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         self._lost = f"rank {rank} of {self._size} {how}, and the model is lost with it: load it again"
         _kill(self._processes)
+        self._break_off()
         if self._busy.is_set():
             # Rank 0 says so itself if it gets out of the exchange it is in.
             if self._closing.wait(_GRACE_S) or not self._busy.is_set():
@@ -268,6 +269,13 @@ class Leader(Ranks):
             print(f"soloist: {self._lost}", file=sys.stderr, flush=True)
             os._exit(_LOST_EXIT_CODE)
         print(f"soloist: {self._lost}", file=sys.stderr, flush=True)
+
+    def _break_off(self) -> None:
+        """Let a GPU's steps that wait for another rank end, with what is no number; NCCL goes on waiting."""
+        mailboxes = self.group.mailboxes
+        if mailboxes is not None:
+            with torch.cuda.stream(torch.cuda.Stream(mailboxes.has_failed.device)):
+                mailboxes.has_failed.fill_(1)
 
 
 def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
