@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from soloist.errors import RankLostError
-from soloist.kernels import allreduce_cuda
+from soloist.kernels import allreduce_cuda, nvrtc
 from soloist.kernels.allreduce_cuda import push_all_reduce_add, push_argmax
 from soloist.kernels.norm import rms_norm_ref
+from tests.kernels.compile_only import Compiled, read_cubin
 from tests.kernels.device import DEVICE
 from tests.kernels.limits import assert_near
 from tests.kernels.ranks_on_cpu import Ranks
@@ -157,3 +158,29 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(AssertionError, match="a norm has a weight and a result"):
         push_all_reduce_add(rows[:1], None, nan(1, D), mailboxes, norm_weight=rows[0])
     assert dataclasses.replace(mailboxes, timeout_s=2.0).world_size == 2
+
+
+@pytest.mark.skipif(not nvrtc.HAS_NVRTC, reason="NVRTC comes with CUDA builds of PyTorch")
+@pytest.mark.parametrize("arch", [90, 100])
+def test_a_kernel_waits_once_and_spills_nothing(monkeypatch: pytest.MonkeyPatch, arch: int):
+    pytest.importorskip("triton", reason="its wheel brings the tools that read machine code")
+    W, hidden_size = 2, 2560
+    compiled: list[Compiled] = []
+    mailboxes = make_ranks(monkeypatch, W, hidden_size=hidden_size).mailboxes[0]
+
+    def load_kernel(source: str, name: str, definitions: tuple[tuple[str, str], ...], device: torch.device) -> None:
+        definitions = tuple((dict(definitions) | {"HAS_PDL": "1"}).items())
+        compiled.append(read_cubin(name, nvrtc._compile(source, name, definitions, divmod(arch, 10))))
+
+    monkeypatch.setattr(allreduce_cuda, "load_kernel", load_kernel)
+    monkeypatch.setattr(allreduce_cuda, "launch", lambda *_: None)
+    x, weight = nan(1, hidden_size), nan(hidden_size)
+    push_all_reduce_add(x, x, x, mailboxes)
+    push_all_reduce_add(x, x, x, mailboxes, norm_weight=weight, norm_out=x)
+    push_argmax(torch.empty(1), torch.empty(1).long(), torch.empty(1), torch.empty(1).long(), mailboxes)
+    for kernel in compiled:
+        assert kernel.waits == 1 and kernel.stack_bytes == 0 and kernel.registers <= 48, kernel
+    add, add_norm, _ = compiled
+    # Partial sum, residual and two looks at the peer's packet; the weight of the norm comes before the wait.
+    assert (add.wide_loads, add.wide_loads_before_wait) == (4, 0), add
+    assert (add_norm.wide_loads, add_norm.wide_loads_before_wait) == (5, 1), add_norm

@@ -50,10 +50,10 @@ _GENERATIONS = 3
 # A rank looks at the clock, and at whether it has given up before, after so many looks at its mailbox.
 _SPINS_PER_LOOK = 256
 
-_SOURCE = r"""
+_EXCHANGE = r"""
 constexpr unsigned EMPTY = 0xffffffffu, OTHER_NAN = 0x7fff7fffu;
-// Of a row, and of the widest row, which is what a mailbox has room for.
-constexpr int PACKETS = HIDDEN / 8, ROOM = MAX_HIDDEN / 8;
+// Packets of the widest row.
+constexpr int ROOM = MAX_HIDDEN / 8;
 
 #ifdef __CUDACC__
 // Of 16 bytes: four accesses of 4 bytes, in no order, each seen by every GPU whole or not at all.
@@ -145,6 +145,11 @@ __device__ void exchange(const Mailboxes& m, int generation, int channel, int i,
     }
 }
 
+"""
+
+_ALL_REDUCE = r"""
+constexpr int PACKETS = HIDDEN / 8;
+
 __device__ float low(unsigned pair) { return __uint_as_float(pair << 16); }
 __device__ float high(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
 
@@ -166,7 +171,7 @@ __device__ unsigned scale_pair(unsigned x, float scale, unsigned weight) {
 }
 
 // A program per row, a thread per packet.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 push_all_reduce_add(const uint4* partial, const uint4* residual, const uint4* norm_weight, float eps, uint4* out,
                     uint4* norm_out, int* turns, int* has_failed, int* error, int timeout_us, uint4* m0, uint4* m1,
                     uint4* m2, uint4* m3, uint4* m4, uint4* m5, uint4* m6, uint4* m7) {
@@ -212,6 +217,9 @@ push_all_reduce_add(const uint4* partial, const uint4* residual, const uint4* no
     if (i == 0) turns[t] = generation + 1 < GENERATIONS ? generation + 1 : 0;
 }
 
+"""
+
+_ARGMAX = r"""
 // One program, a thread per row. NaN is the largest, so that it is seen.
 extern "C" __global__ void __launch_bounds__(32)
 push_argmax(const float* values, const long long* ids, float* out_values, long long* out_ids, int T,
@@ -327,11 +335,8 @@ def make_mailboxes(
         timeout_s: how long a kernel waits for a peer. Ranks need not launch at the same time, but within this.
     """
     world_size, rank = process_group.size(), process_group.rank()
-    assert world_size in WORLD_SIZES and hidden_size % 8 == 0 and hidden_size <= MAX_HIDDEN_SIZE, (
-        world_size,
-        hidden_size,
-    )
-    assert 0 < max_tokens <= MAX_ROWS, max_tokens
+    assert world_size in WORLD_SIZES and 0 < max_tokens <= MAX_ROWS, (world_size, max_tokens)
+    assert hidden_size % 8 == 0 and hidden_size <= MAX_HIDDEN_SIZE, hidden_size
     disable_multicast()
     size = num_words(world_size, max_tokens=max_tokens, hidden_size=hidden_size)
     own = symm_mem.empty(size, dtype=torch.int32, device=device)
@@ -347,35 +352,30 @@ def make_mailboxes(
     )
 
 
-def _definitions(mailboxes: Mailboxes, D: int) -> dict[str, int]:
-    """What both kernels are compiled with."""
-    return {
+def _launch(
+    mailboxes: Mailboxes,
+    turns: torch.Tensor,
+    source: str,
+    name: str,
+    definitions: dict[str, int],
+    programs: int,
+    threads: int,
+    *arguments: torch.Tensor | int | float | None,
+) -> None:
+    """Launch either kernel; the arguments of both end alike."""
+    definitions |= {
         "WORLD": mailboxes.world_size,
         "RANK": mailboxes.rank,
         "MAX_ROWS": mailboxes.max_tokens,
         "MAX_HIDDEN": mailboxes.hidden_size,
-        "HIDDEN": D,
-        "THREADS": -(-D // 256) * 32,
         "GENERATIONS": _GENERATIONS,
         "SPINS_PER_LOOK": _SPINS_PER_LOOK,
     } | ({"HAS_PDL": 1} if pdl_options()["PDL"] else {})
-
-
-def _launch(
-    name: str,
-    definitions: dict[str, int],
-    grid: int,
-    threads: int,
-    turns: torch.Tensor,
-    mailboxes: Mailboxes,
-    *arguments: torch.Tensor | int | float | None,
-) -> None:
-    kernel = load_kernel(
-        _SOURCE, name, tuple((key, str(value)) for key, value in definitions.items()), mailboxes.turns.device
-    )
-    peers = [*mailboxes.buffers, *[None] * (WORLD_SIZES[-1] - mailboxes.world_size)]
-    timeout_us = int(mailboxes.timeout_s * 1e6)
-    launch(kernel, (grid, 1, 1), threads, *arguments, turns, mailboxes.has_failed, mailboxes.error, timeout_us, *peers)
+    defined = tuple((key, str(value)) for key, value in definitions.items())
+    kernel = load_kernel(_EXCHANGE + source, name, defined, turns.device)
+    ends = (turns, mailboxes.has_failed, mailboxes.error, int(mailboxes.timeout_s * 1e6))
+    peers = (*mailboxes.buffers, *[None] * (WORLD_SIZES[-1] - mailboxes.world_size))
+    launch(kernel, (programs, 1, 1), threads, *arguments, *ends, *peers)
 
 
 def push_all_reduce_add(
@@ -418,12 +418,12 @@ def push_all_reduce_add(
     T, D = partial.shape
     assert mailboxes.max_tokens >= T and mailboxes.hidden_size >= D and D % 8 == 0, (T, D)
     assert all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in tensors), "rows are read as packets of 16 bytes"
-    definitions = _definitions(mailboxes, D)
+    threads = -(-D // 256) * 32
+    definitions = {"HIDDEN": D, "THREADS": threads}
     definitions |= {"HAS_RESIDUAL": 1} if residual is not None else {}
     definitions |= {"HAS_NORM": 1} if norm_weight is not None else {}
     arguments = (partial, residual, norm_weight, float(eps), out, norm_out)
-    threads = definitions["THREADS"]
-    _launch("push_all_reduce_add", definitions, T, threads, mailboxes.turns[0], mailboxes, *arguments)
+    _launch(mailboxes, mailboxes.turns[0], _ALL_REDUCE, "push_all_reduce_add", definitions, T, threads, *arguments)
 
 
 def push_argmax(
@@ -445,6 +445,5 @@ def push_argmax(
         expect(x, "T", torch.int64, dims, name=name)
     assert dims["T"] <= mailboxes.max_tokens, dims
     assert all(x.is_contiguous() for x in (values, ids, out_values, out_ids))
-    definitions = _definitions(mailboxes, mailboxes.hidden_size)
     arguments = (values, ids, out_values, out_ids, dims["T"])
-    _launch("push_argmax", definitions, 1, 32, mailboxes.turns[1], mailboxes, *arguments)
+    _launch(mailboxes, mailboxes.turns[1], _ARGMAX, "push_argmax", {}, 1, 32, *arguments)
