@@ -68,6 +68,7 @@ def serve(
     context: options.Context = None,
     threads: options.Threads = None,
     device: options.Device = None,
+    tensor_parallel_size: options.TensorParallelSize = 1,
     weights: options.Weights = "file",
     weights_dtype: options.WeightsDtype = None,
     dtype: options.Dtype = None,
@@ -126,6 +127,7 @@ def serve(
         context=context,
         threads=threads,
         device=device,
+        tensor_parallel_size=tensor_parallel_size,
         weights=weights,
         weights_dtype=weights_dtype,
         dtype=dtype,
@@ -155,7 +157,7 @@ def serve(
                 dataclasses.replace(settings, model_name=name),
                 num_replicas=replicas,
                 num_cpus=threads or 1,
-                num_gpus=1 if (device or "").startswith("cuda") else 0,
+                num_gpus=tensor_parallel_size if (device or "").startswith("cuda") else 0,
             )
 
         def on_ready(url: str) -> None:
