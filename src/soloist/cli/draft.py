@@ -1,4 +1,4 @@
-"""`soloist draft`: proof of what a draft does not change."""
+"""`soloist draft`: proof of what a draft does not change; training and evaluation are in files of their own."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,8 @@ import typer
 
 from soloist.cli import options
 from soloist.cli.answer import load
+from soloist.cli.draft_eval import evaluate
+from soloist.cli.draft_train import train
 from soloist.cli.terminal import Bar, print_dim
 from soloist.errors import UsageError
 
@@ -17,12 +19,11 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1
 
-draft_app = typer.Typer(help="Drafts: prove that they change nothing.", no_args_is_help=True, rich_markup_mode=None)
-
-
-@draft_app.callback()
-def _draft() -> None:
-    """Keep `check` a word of its own."""
+draft_app = typer.Typer(
+    help="Drafts: train one, measure it, prove that it changes nothing.", no_args_is_help=True, rich_markup_mode=None
+)
+draft_app.command()(train)
+draft_app.command("eval")(evaluate)
 
 
 @draft_app.command()

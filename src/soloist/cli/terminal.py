@@ -41,6 +41,12 @@ class Bar:
             self._progress.add_task(self._title, total=total)
         self._progress.update(self._progress.task_ids[0], completed=done)
 
+    def retitle(self, title: str) -> None:
+        """Say something else before the bar from now on."""
+        self._title = title
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], description=title)
+
     def __enter__(self) -> Self:
         return self
 

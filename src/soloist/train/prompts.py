@@ -34,6 +34,16 @@ class Reader:
     render: Callable[[Sequence[dict[str, Any]]], list[int]] | None
 
 
+def check_data(path: Path) -> None:
+    """Refuse what is neither a .jsonl file nor a folder.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if not path.is_dir() and not (path.suffix == ".jsonl" and path.is_file()):
+        raise UsageError(f"--data is {path}: give a .jsonl file or a folder of source files")
+
+
 def read_prompts(path: Path, reader: Reader, *, limit: int, max_prompt_tokens: int, seed: int) -> list[list[int]]:
     """Read prompts, in an order drawn from the seed.
 
@@ -48,6 +58,7 @@ def read_prompts(path: Path, reader: Reader, *, limit: int, max_prompt_tokens: i
         UsageError: nothing is there, a line says nothing that is known, or no prompt is short enough.
         UnsupportedError: a conversation for a model without a chat template.
     """
+    check_data(path)
     draw = random.Random(seed)
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in SOURCE_SUFFIXES and file.is_file())
@@ -59,7 +70,7 @@ def read_prompts(path: Path, reader: Reader, *, limit: int, max_prompt_tokens: i
             if len(prompts) >= limit:
                 break
             prompts += _cut(reader.encode(file.read_text(errors="ignore")), draw)
-    elif path.suffix == ".jsonl" and path.is_file():
+    else:
         lines = [line for line in path.read_text().splitlines() if line.strip()]
         draw.shuffle(lines)
         prompts = []
@@ -67,8 +78,6 @@ def read_prompts(path: Path, reader: Reader, *, limit: int, max_prompt_tokens: i
             if len(prompts) >= limit:
                 break
             prompts += _read_line(line, path, reader, draw)
-    else:
-        raise UsageError(f"--data is {path}: give a .jsonl file or a folder of source files")
     short = [prompt for prompt in prompts if 0 < len(prompt) <= max_prompt_tokens]
     if not short:
         raise UsageError(f"{path} has {len(prompts)} prompts, none of at most {max_prompt_tokens} tokens")

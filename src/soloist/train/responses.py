@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from soloist.errors import CheckpointError, SoloistError, UsageError
+from soloist.errors import CheckpointError, SoloistError, UnsupportedError, UsageError
 from soloist.models.causal_lm import CausalLM
 from soloist.train.batches import Text
 from soloist.train.capture import read_states
@@ -38,8 +38,9 @@ _TIMEOUT_S = 600
 class Source(Protocol):
     """Answers a batch of prompts."""
 
-    # Prompts that it is best given at once.
-    batch_size: int
+    @property
+    def batch_size(self) -> int:
+        """Prompts that it is best given at once."""
 
     def answer(self, requests: Sequence[Request], seed: int) -> list[Text]:
         """Answer every prompt; an empty answer is left out."""
@@ -102,6 +103,37 @@ class TransformersSource:
                 prompt = requests[i].prompt_ids
                 texts[i] = Text(token_ids=(*prompt, *row[:stop]), num_prompt=len(prompt), temperature=temperature)
         return [texts[i] for i in sorted(texts)]
+
+
+def load_transformers_source(
+    path: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_new_tokens: int,
+    eos_token_ids: Sequence[int],
+    *,
+    batch_size: int,
+) -> TransformersSource:
+    """Load a model with `transformers`.
+
+    Raises:
+        UnsupportedError: the package is not there, or does not know the architecture.
+    """
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError:
+        raise UnsupportedError("--source transformers needs the package: pip install transformers") from None
+    model: Any
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
+    except ValueError as error:
+        raise UnsupportedError(f"transformers does not load {path} ({error}): take --source own, or --url") from error
+    return TransformersSource(
+        model=model.to(device).eval(),
+        max_new_tokens=max_new_tokens,
+        eos_token_ids=tuple(eos_token_ids),
+        batch_size=batch_size,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
