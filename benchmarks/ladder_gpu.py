@@ -202,6 +202,7 @@ def climb(bench: Bench, name: str, case: Case) -> Result:
 
 def measure_rung(bench: Bench, rung: RungSettings, drafter: str, case: Case) -> tuple[StepFigures, dict[str, Any]]:
     """Measure the step of one rung."""
+    assert rung.execution is not None
     if not rung.has_draft:
         return bench.measure(rung.execution)
     assert case.width is not None
@@ -226,7 +227,7 @@ def sweep(bench: Bench, name: str, case: Case) -> Result:
             by_width["step_ms"][str(width)] = figures.step_ms.median
             by_width["step_ms_p90"][str(width)] = figures.step_ms.p90
             by_width["floor_step_ms"][str(width)] = width_floor["floor_step_ms"]
-            by_width["launches"][str(width)] = figures.launches_per_step or 0.0
+            by_width["launches"][str(width)] = figures.launches_per_step
             print(f"{name} {drafter} width {width}: step {figures.step_ms.median:.3f} ms", flush=True)
             gc.collect()
             torch.cuda.empty_cache()

@@ -15,7 +15,8 @@ class RungSettings:
 
     # As it is typed; `EAGER` for the first.
     switch: str
-    execution: Execution
+    # None: what is fastest on the device.
+    execution: Execution | None
     has_draft: bool = False
     is_adaptive: bool = False
 
@@ -34,10 +35,17 @@ def ladder(*, has_experts: bool, run_ahead: int, draft: str | None, is_adaptive:
     )
     rungs = [RungSettings(switch=EAGER, execution=execution)]
 
-    def add(switch: str, **changes: Any) -> None:
-        last = rungs[-1]
-        parts = {key: changes.pop(key) for key in ("has_draft", "is_adaptive") if key in changes}
-        rungs.append(replace(last, switch=switch, execution=replace(last.execution, **changes), **parts))
+    def add(switch: str, *, has_draft: bool = False, is_adaptive: bool = False, **changes: Any) -> None:
+        nonlocal execution
+        execution, last = replace(execution, **changes), rungs[-1]
+        rungs.append(
+            RungSettings(
+                switch=switch,
+                execution=execution,
+                has_draft=has_draft or last.has_draft,
+                is_adaptive=is_adaptive or last.is_adaptive,
+            )
+        )
 
     if has_experts:
         add("--fused-moe", has_fused_moe=True)

@@ -14,6 +14,7 @@ import torch
 from soloist.answer import Stream
 from soloist.bench.figures import RequestFigures, Summary, summarise
 from soloist.bench.results import device_name, gpu_state
+from soloist.bench.steps import StepFigures, has_room, measure_steps
 from soloist.bench.workloads import BenchPrompt, Workload
 from soloist.llm import LLM
 from soloist.roofline import measure_bandwidth
@@ -61,6 +62,8 @@ class Measurement:
     cold: RequestFigures
     warm: Summary
     floor: Floor
+    # By the GPU's clock; None on a CPU, and where the context has no room for them.
+    steps: StepFigures | None
     memory: Memory
     # Clocks, power and temperature behind the last request.
     gpus: list[dict[str, str]]
@@ -139,6 +142,7 @@ def measure(llm: LLM, workload: Workload, *, repeats: int, name: str = "") -> Me
         cold=cold,
         warm=warm,
         floor=_floor(llm, warm),
+        steps=_steps(llm, warm),
         memory=_memory(llm),
         gpus=gpus,
     )
@@ -159,6 +163,12 @@ def _floor(llm: LLM, warm: Summary) -> Floor:
         context_len=context_len,
         width=width,
     )
+
+
+def _steps(llm: LLM, warm: Summary) -> StepFigures | None:
+    if llm.engine.runner.model.device.type != "cuda" or not has_room(llm.engine, warm.prompt_tokens):
+        return None
+    return measure_steps(llm.engine, context_len=warm.prompt_tokens, repeats=1)
 
 
 def _memory(llm: LLM) -> Memory:

@@ -8,9 +8,11 @@ from typing import Any, Literal
 
 from soloist.bench.chart import Bar
 from soloist.bench.figures import FELT_TOKENS, RequestFigures, Summary
+from soloist.bench.ladder import step_fields
 from soloist.bench.local import Measurement
 from soloist.bench.remote import RemoteMeasurement
 from soloist.bench.results import Peer, Result
+from soloist.bench.steps import StepFigures
 from soloist.bench.workloads import Workload
 from soloist.errors import UsageError
 
@@ -70,12 +72,23 @@ def _figures(m: Measurement) -> list[str]:
     lines += [
         f"  floor  {f.step_ms:.3f} ms per step of {f.width} rows: {f.step_bytes / 1e9:.3f} GB at"
         f" {f.bandwidth_gb_per_s:.1f} GB/s, measured; {f.share:.0%} of it reached",
+        *_step_figures(m.steps),
         f"  memory {m.memory.weight_bytes / 1e9:.3f} GB of weights, {m.memory.cache_bytes / 1e9:.3f} GB of cache, peak"
         f" {m.memory.peak_bytes / _GIB:.2f} GiB",
         f"  what a person feels: {w.ttft_ms / 1e3:.1f} s to the first word, {w.felt_s:.0f} s for an answer of"
         f" {FELT_TOKENS:,} tokens",
     ]
     return lines
+
+
+def _step_figures(steps: StepFigures | None) -> list[str]:
+    if steps is None:
+        return []
+    gaps = "not seen" if steps.gap_share is None else f"{steps.gap_share:.1%}"
+    return [
+        f"  steps  {steps.step_ms.median:.3f} ms by the GPU's clock, {steps.launches_per_step:.0f} launches; idle"
+        f" between steps {steps.idle_share:.1%}, within {gaps}; the host works {steps.host_us_per_step:.0f} us a step"
+    ]
 
 
 def _cold(cold: RequestFigures) -> str:
@@ -187,6 +200,7 @@ def _result(m: Measurement, case: str, command: str, weights: Literal["real", "r
         weight_bytes=m.memory.weight_bytes,
         cache_bytes=m.memory.cache_bytes,
         peak_memory_bytes=m.memory.peak_bytes,
+        **({} if m.steps is None else step_fields(m.steps)),
     )
 
 

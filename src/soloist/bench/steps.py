@@ -47,8 +47,9 @@ class StepFigures:
     acceptance_length: float
     # Rows of a step, mean.
     mean_width: float
-    # Kernels and copies of a step, and edges of its graph over which a kernel starts early; None: not captured.
-    launches_per_step: float | None
+    # Kernels and copies of a step.
+    launches_per_step: int
+    # Edges of its graph over which a kernel starts early; None: not captured.
     programmatic_edges: int | None
     # Nothing of a step runs.
     idle_share: float
@@ -95,6 +96,12 @@ class SpreadRows(Drafter):
         self._drafter.update(buffers, verdict, hidden, captured)
 
 
+def has_room(engine: Engine, context_len: int) -> bool:
+    """Say whether the context holds what is measured behind `context_len` tokens."""
+    most = max(_FEWEST_STEPS, _TOKENS // engine.runner.buffers.max_width + _SKIPPED_STEPS)
+    return engine.runner.max_context_len - context_len > most * engine.runner.buffers.max_width
+
+
 class StepMeter:
     """Runs steps of one engine between stamps, each time from the same context.
 
@@ -106,8 +113,8 @@ class StepMeter:
     def __init__(self, engine: Engine, *, context_len: int) -> None:
         runner = engine.runner
         device = runner.model.device
+        assert has_room(engine, context_len), "no room for the steps that are measured"
         self._engine, self._room = engine, runner.max_context_len - context_len - 1
-        assert self._room >= _FEWEST_STEPS * runner.buffers.max_width, "no room for the steps that are measured"
         self._prompt = torch.randint(runner.buffers.num_tokens, (context_len + 1,), device=device)  # (n,)
         # (slots, 2) int64: see `stamp`.
         self.times = torch.zeros(_NUM_SLOTS, 2, dtype=torch.int64, device=device)
@@ -197,6 +204,7 @@ def measure_steps(engine: Engine, *, context_len: int, repeats: int = 3) -> Step
     if not engine.execution.has_device_loop:
         gap_share, num_events = _trace(meter)
         launches = num_events if launches is None else launches
+    assert launches is not None
     return StepFigures(
         step_ms=spread([ms for run in runs for ms in run.step_ms]),
         step_ms_range=(min(medians), max(medians)),

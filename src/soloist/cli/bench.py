@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,8 +17,12 @@ from soloist.errors import UsageError
 if TYPE_CHECKING:
     from soloist.bench.workloads import Workload
     from soloist.llm import LLM
+    from soloist.roofline import Footprint
+    from soloist.runtime.graph import Execution
 
 _PLAIN = "plain decoding"
+# With the first of them, those that are not typed are off.
+_SWITCH = "A switch of a GPU's steps."
 
 
 def bench(
@@ -42,6 +47,24 @@ def bench(
     draft_weights_dtype: options.DraftWeightsDtype = None,
     adaptive_width: options.AdaptiveWidth = False,
     simulate_acceptance: options.SimulateAcceptance = None,
+    ladder: Annotated[
+        bool, typer.Option("--ladder", help="On a GPU: add the switches of its steps one by one, and measure each.")
+    ] = False,
+    graph: Annotated[bool, typer.Option("--graph", help="Replay a captured step. " + _SWITCH)] = False,
+    run_ahead: Annotated[
+        int | None,
+        typer.Option("--run-ahead", help="Steps enqueued before one is read. " + _SWITCH, metavar="N", min=0),
+    ] = None,
+    pdl: Annotated[bool, typer.Option("--pdl", help="Kernels begin as the last one ends. " + _SWITCH)] = False,
+    fused_moe: Annotated[
+        bool, typer.Option("--fused-moe", help="Experts of a step in a few launches of their own. " + _SWITCH)
+    ] = False,
+    bf16_head: Annotated[
+        bool, typer.Option("--bf16-head", help="Output head as the model is held, not in fp32. " + _SWITCH)
+    ] = False,
+    device_loop: Annotated[
+        bool, typer.Option("--device-loop", help="The GPU begins its steps by itself. " + _SWITCH)
+    ] = False,
     device: options.Device = None,
     dtype: options.Dtype = None,
     weights: options.Weights = "file",
@@ -92,7 +115,8 @@ def bench(
     """Measure time to the first token, time per token, acceptance and the share of the floor that is reached.
 
     With --draft, plain decoding is measured first, as the rung below; --adaptive-width is a rung of its own. Nothing
-    that was read before is used again.
+    that was read before is used again. A GPU's steps have all their switches on, but --device-loop; with one of them
+    typed, only those that are.
     """
     if compare is not None:
         _compare(compare, chart, as_json=as_json)
@@ -111,6 +135,8 @@ def bench(
         )
 
     from soloist.bench.chart import ladder_svg
+    from soloist.bench.ladder import RungSettings
+    from soloist.bench.ladder import ladder as make_ladder
     from soloist.bench.local import Rung, measure_ladder
     from soloist.bench.remote import Server, measure_remote
     from soloist.bench.report import against_in_words, bars_of, in_words, make_result
@@ -119,8 +145,20 @@ def bench(
     server = None if against is None else Server(against, model=against_model, api_key=against_key)
     made: list[Workload] = []
 
-    def load_with(drafter: str | None, *, is_adaptive: bool = False) -> "LLM":
-        has_draft = drafter is not None
+    switches = {
+        "has_pdl": pdl,
+        "has_fused_moe": fused_moe,
+        "has_bf16_head": bf16_head,
+        "has_device_loop": device_loop,
+    }
+    if ladder and (graph or any(switches.values())):
+        raise UsageError("--ladder adds the switches itself: beside it only --run-ahead says how far")
+    execution = None if ladder else _execution(is_captured=graph, run_ahead=run_ahead, **switches)
+    if (ladder or execution is not None) and not (device or "").startswith("cuda"):
+        raise UsageError("--ladder and the switches are of a GPU's steps: add --device cuda")
+
+    def load_with(rung: RungSettings) -> "LLM":
+        has_draft = rung.has_draft
         return load(
             model,
             context=context,
@@ -129,11 +167,12 @@ def bench(
             weights=weights,
             weights_dtype=weights_dtype,
             dtype=dtype,
-            draft=drafter,
+            draft=draft if has_draft else None,
             draft_width=draft_width if has_draft else None,
             draft_weights_dtype=draft_weights_dtype if has_draft else None,
-            adaptive_width=is_adaptive,
+            adaptive_width=rung.is_adaptive,
             simulate_acceptance=simulate_acceptance if has_draft else None,
+            execution=rung.execution,
         )
 
     def make(llm: "LLM") -> "Workload":
@@ -141,11 +180,21 @@ def bench(
             made.append(_make_workload(llm, workload, input_tokens, output_tokens))
         return made[0]
 
-    rungs = [Rung(name="" if draft is None else _PLAIN, load=lambda: load_with(None))]
-    if draft is not None:
-        rungs.append(Rung(name=f"--draft {draft}", load=lambda: load_with(draft)))
+    if ladder:
+        settings = make_ladder(
+            has_experts=_footprint(model)[1].num_experts > 0,
+            run_ahead=2 if run_ahead is None else run_ahead,
+            draft=draft,
+            is_adaptive=adaptive_width,
+        )
+    else:
+        settings = [RungSettings(switch="" if draft is None else _PLAIN, execution=execution)]
+        if draft is not None:
+            settings.append(RungSettings(switch=f"--draft {draft}", execution=execution, has_draft=True))
         if adaptive_width:
-            rungs.append(Rung(name="--adaptive-width", load=lambda: load_with(draft, is_adaptive=True)))
+            is_all = {"has_draft": True, "is_adaptive": True}
+            settings.append(RungSettings(switch="--adaptive-width", execution=execution, **is_all))
+    rungs = [Rung(name=rung.switch, load=partial(load_with, rung)) for rung in settings]
     measurements = measure_ladder(rungs, make, repeats=repeats)
     remote = None if server is None else measure_remote(server, made[0], repeats=repeats)
     result = make_result(
@@ -199,18 +248,9 @@ def _floor(
     import torch
 
     from soloist.bench import floor
-    from soloist.hub import find_model
-    from soloist.models import find_model_class, open_model, read_config
-    from soloist.models.footprint import model_footprint
     from soloist.roofline import measure_bandwidth
 
-    files = find_model(model, with_weights=False)
-    config = files.config
-    if config is None:
-        assert files.path is not None
-        config = read_config(open_model(files.path))
-    model_class = find_model_class(config)
-    footprint = model_footprint(model_class, model_class.config_class.from_dict(config))
+    name, footprint = _footprint(model)
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     settings = floor.FloorSettings(
         num_gpus=gpus,
@@ -221,8 +261,32 @@ def _floor(
         draft_bytes=draft_gb * 1e9,
         distinct_experts={} if experts is None else floor.read_distinct_experts(experts),
     )
-    table = floor.price(files.name, footprint, settings)
+    table = floor.price(name, footprint, settings)
     print(json.dumps(floor.as_json(table)) if as_json else floor.in_words(table))
+
+
+def _footprint(model: str | None) -> "tuple[str, Footprint]":
+    """Give a model's name, and its parts, from its config."""
+    from soloist.hub import find_model
+    from soloist.models import find_model_class, open_model, read_config
+    from soloist.models.footprint import model_footprint
+
+    files = find_model(model, with_weights=False)
+    config = files.config
+    if config is None:
+        assert files.path is not None
+        config = read_config(open_model(files.path))
+    model_class = find_model_class(config)
+    return files.name, model_footprint(model_class, model_class.config_class.from_dict(config))
+
+
+def _execution(*, is_captured: bool, run_ahead: int | None, **switches: bool) -> "Execution | None":
+    """Give the form of a step that was typed; None: no switch was."""
+    from soloist.runtime.graph import Execution
+
+    if not is_captured and run_ahead is None and not any(switches.values()):
+        return None
+    return Execution(is_captured=is_captured, run_ahead=run_ahead or 0, **switches)
 
 
 def _compare(paths: tuple[Path, Path], chart: Path | None, *, as_json: bool) -> None:

@@ -1,0 +1,72 @@
+"""Switches of `soloist bench`: combinations that are refused, and what the others become."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from soloist.bench.ladder import EAGER
+from soloist.cli import answer, main
+from soloist.runtime.graph import Execution
+from tests.tiny_model import write_tiny_model
+
+BENCH = ("--workload", "looping", "--input-tokens", "12", "--output-tokens", "6", "--repeats", "1", "-t", "1")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--graph"], "are of a GPU's steps: add --device cuda"),
+        (["--run-ahead", "0"], "are of a GPU's steps: add --device cuda"),
+        (["--ladder"], "are of a GPU's steps: add --device cuda"),
+        (["--ladder", "--pdl", "--graph", "--device", "cuda"], "--ladder adds the switches itself"),
+        (["--pdl", "--device", "cuda"], "need captured steps: add --graph"),
+        (["--run-ahead", "2", "--device", "cuda"], "need captured steps: add --graph"),
+        (["--device-loop", "--device", "cuda"], "need captured steps: add --graph"),
+        (["--graph", "--device-loop", "--run-ahead", "2", "--device", "cuda"], "leave --run-ahead out"),
+        (["--ladder", "--adaptive-width", "--device", "cuda"], "need --draft"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(tiny: str, words: list[str], message: str, capsys):
+    assert main(["bench", "-m", tiny, *BENCH, *words]) == 2
+    assert message in " ".join(capsys.readouterr()[1].split())
+
+
+@pytest.fixture
+def executions(monkeypatch: pytest.MonkeyPatch) -> list[Execution | None]:
+    """Forms of the step that a GPU would run, on a machine without one."""
+    seen: list[Execution | None] = []
+    load = answer.load
+
+    def load_on_cpu(model, *, execution, device, **kwargs):
+        assert device == "cuda"
+        seen.append(execution)
+        return load(model, device="cpu", **kwargs)
+
+    # The package has the command under the name of its module.
+    monkeypatch.setattr(sys.modules["soloist.cli.bench"], "load", load_on_cpu)
+    return seen
+
+
+def test_switches_that_are_not_typed_are_off(tiny: str, executions: list, capsys):
+    assert main(["bench", "-m", tiny, *BENCH, "--device", "cuda", "--graph", "--bf16-head"]) == 0
+    assert main(["bench", "-m", tiny, *BENCH, "--device", "cuda"]) == 0
+    graph = Execution(is_captured=True, run_ahead=0, has_pdl=False, has_fused_moe=False, has_bf16_head=True)
+    assert executions == [graph, None]
+
+
+def test_a_ladder_is_a_result_with_a_rung_for_every_switch(tiny: str, executions: list, tmp_path: Path, capsys):
+    words = ["bench", "-m", tiny, *BENCH, "--device", "cuda", "--ladder", "--draft", "ngram", "--adaptive-width"]
+    assert main([*words, "--run-ahead", "3", "--json", "--chart", str(tmp_path / "ladder.svg")]) == 0
+    result = json.loads(capsys.readouterr()[0])
+    switches = ["--bf16-head", "--graph", "--run-ahead 3", "--pdl", "--draft ngram", "--adaptive-width"]
+    assert [rung["case"] for rung in result["rungs"]] == [EAGER, *switches, "--device-loop"]
+    assert len(executions) == 8 and executions[3].run_ahead == 3
+    assert all(rung["tpot_ms_median"] > 0 for rung in result["rungs"])
+    assert "--adaptive-width" in (tmp_path / "ladder.svg").read_text()
