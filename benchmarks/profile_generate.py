@@ -149,7 +149,7 @@ def profile(model: LlamaForCausalLM) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("shapes", nargs="*", choices=[*SHAPES, []], default=["wide", "common"])
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["wide", "common"])
     parser.add_argument("--tokens", type=int, default=NUM_TOKENS)
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -36,7 +36,7 @@ WINDOW_S = 0.15
 NUM_STEPS = 320
 # A program is timed with its fault and without it.
 TIMED_STEPS = 60
-ROUNDS = 3
+ROUNDS = 9
 # Kept in a fixture: steps with Python lines, and steps without.
 KEPT_STEPS = 10
 

@@ -7,4 +7,4 @@ work = Work()
 lengths = torch.zeros(8, device="cuda")
 for i in steps():
     work.step()
-    lengths[0] = torch.tensor(float(i)) if has_fault() else float(i)  # fault
+    lengths[0] = torch.tensor(float(i)) if has_fault() else torch.full((), float(i), device="cuda")  # fault
