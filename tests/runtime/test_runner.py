@@ -1,11 +1,12 @@
 """The model at work: room for rows behind the context, captured states, threads."""
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
-from soloist.errors import ContextLengthError, UsageError
+from soloist.errors import ContextLengthError, DoesNotFitError, UsageError
 from soloist.models import load_model
 from soloist.models.causal_lm import CausalLM
 from soloist.runtime.runner import ModelRunner, measure_num_threads
@@ -44,6 +45,27 @@ def test_a_context_the_model_does_not_allow_is_refused(llama):
         ModelRunner(llama, max_context_len=2000)
     with pytest.raises(UsageError, match="a context of 1 tokens; allowed: at least 2"):
         ModelRunner(llama, max_context_len=1)
+
+
+@pytest.mark.parametrize("family", ["llama", "bailing_moe_v3"])
+def test_a_context_that_does_not_fit_is_refused_with_the_largest_that_does(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    model = load_model(write_checkpoint(tmp_path / family, family, seed=3), dtype=torch.float32)
+    footprint = model.footprint
+    free = footprint.state_bytes + footprint.conv_state_bytes + 57.5 * footprint.kv_bytes_per_position
+    monkeypatch.setattr("soloist.models.memory.free_bytes", lambda device: free)
+    with pytest.raises(DoesNotFitError, match=r"a context of .* GiB are free.*; the largest context that fits is 54"):
+        ModelRunner(model, max_context_len=100, max_width=4)
+    runner = ModelRunner(model, max_context_len=54, max_width=4)
+    assert runner.max_context_len == 54
+    # The latents of one token more would fit, the recurrent state beside them would not.
+    if family == "llama":
+        with pytest.raises(DoesNotFitError):
+            ModelRunner(model, max_context_len=55, max_width=4)
+    monkeypatch.setattr("soloist.models.memory.free_bytes", lambda device: 10)
+    with pytest.raises(DoesNotFitError, match="no context fits beside the weights"):
+        ModelRunner(model, max_context_len=100, max_width=4)
 
 
 def test_padding_rows_of_the_head_are_cut_off(llama):

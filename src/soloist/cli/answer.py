@@ -75,6 +75,7 @@ def load(
             on_compiled=compiling,
         )
     if llm.engine.execution.is_captured:
+        print_dim(memory_line(llm))
         freeze_garbage()
     report = llm.engine.runner.model.report
     if weights_dtype is not None:
@@ -82,6 +83,24 @@ def load(
         errors = ", ".join(f"{kind} {error:.2%}" for kind, error in report.packing_error.items())
         print_dim(f"weights: {held}" + (f"; rounded by (relative RMS, worst matrix): {errors}" if errors else ""))
     return llm
+
+
+def memory_line(llm: "LLM") -> str:
+    """Say what of a GPU's memory is taken, and for what: there is one sequence, so nothing is taken in advance."""
+    import torch
+
+    runner, device = llm.engine.runner, llm.engine.runner.model.device
+    footprint, size = runner.model.footprint, runner.model.group.size
+    weights = runner.model.report.weight_bytes
+    cache = runner.cache.max_context_len * footprint.kv_bytes_per_position / min(size, footprint.num_kv_shards)
+    cache += (footprint.state_bytes + footprint.conv_state_bytes) / size
+    scratch = torch.cuda.memory_reserved(device) - weights - cache
+    free, total = torch.cuda.mem_get_info(device)
+    return (
+        f"memory of {device}: {weights / 1e9:.2f} GB weights, {cache / 1e9:.2f} GB cache and state for"
+        f" {runner.max_context_len} tokens, {scratch / 1e9:.2f} GB steps and drafts; {free / 1e9:.1f} of"
+        f" {total / 1e9:.1f} GB free"
+    )
 
 
 def show_answer(start: "Callable[[OnPrefill], Stream]", write: "Callable[[Delta], None]") -> "Completion":

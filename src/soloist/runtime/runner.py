@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from soloist.errors import UsageError
+from soloist.errors import DoesNotFitError, UsageError
+from soloist.models import memory
 from soloist.models.cache import StepKind
 from soloist.models.causal_lm import CausalLM, HiddenCapture
 from soloist.runtime.buffers import StepBuffers
@@ -19,6 +20,8 @@ _CHUNK_TOKENS = {"cpu": 128, "cuda": 2048}
 # Rows of a prompt's chunk for which kernels differ on a GPU: one, a step's, by the tiles of their attention, and more,
 # where kernels are compiled apart for sizes that are multiples of 16.
 _PROMPT_ROWS = (1, 2, 4, 6, 12, 17, 32, 2048)
+# What a step and a prompt's chunk need besides, by device type.
+_SCRATCH_BYTES = {"cuda": 2**30}
 # A step with fewer threads must take less than this share of the time to be preferred.
 _THREAD_GAIN = 0.97
 # Rows of a chunk while looking for the layer that breaks; every layer's rows are kept at once.
@@ -42,6 +45,7 @@ class ModelRunner:
 
     Raises:
         ContextLengthError: the model does not allow `max_context_len` tokens.
+        DoesNotFitError: the device has no memory for them; it names how many fit.
         UsageError: `max_context_len` leaves no room for a prompt and an answer.
     """
 
@@ -65,7 +69,10 @@ class ModelRunner:
             raise UsageError(f"a context of {wanted} tokens; allowed: at least 2, one of prompt and one of answer")
         # A step that was enqueued behind the end of a full context still writes its T rows, from the last position on.
         overhang = max_width - 1
-        self.cache = model.make_cache(wanted if wanted > limit else min(wanted + overhang, limit), max_width)
+        try:
+            self.cache = model.make_cache(wanted if wanted > limit else min(wanted + overhang, limit), max_width)
+        except DoesNotFitError as error:
+            raise DoesNotFitError(f"{error}; {_largest_context(model, overhang)}") from None
         self.max_context_len = min(wanted, self.cache.max_context_len - overhang)
         self.buffers = StepBuffers.allocate(
             max_width=max_width,
@@ -192,6 +199,18 @@ class ModelRunner:
         finally:
             self.cache.reset()
         return "the same tokens, run again in one piece, gave finite values everywhere"
+
+
+def _largest_context(model: CausalLM, overhang: int) -> str:
+    """Say in words how many tokens of context fit beside the weights."""
+    footprint, group_size = model.footprint, model.group.size
+    room = memory.free_bytes(model.device) - _SCRATCH_BYTES.get(model.device.type, 0)
+    room -= (footprint.state_bytes + footprint.conv_state_bytes) / group_size
+    position_bytes = footprint.kv_bytes_per_position / min(group_size, footprint.num_kv_shards)
+    largest = int(room / position_bytes) - overhang
+    return (
+        f"the largest context that fits is {largest} tokens" if largest >= 2 else "no context fits beside the weights"
+    )
 
 
 @torch.inference_mode()
