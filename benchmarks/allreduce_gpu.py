@@ -28,8 +28,9 @@ import triton
 
 from soloist.config import disable_multicast
 from soloist.errors import RankLostError
-from soloist.kernels.allreduce_cuda import Mailboxes, make_mailboxes, push_all_reduce_add, push_argmax
+from soloist.kernels.allreduce_cuda import push_all_reduce_add, push_argmax
 from soloist.kernels.launch import programmatic_launch
+from soloist.kernels.mailboxes import Mailboxes, make_mailboxes
 from soloist.kernels.norm import rms_norm, rms_norm_ref
 from soloist.kernels.nvrtc import launch, load_kernel
 
@@ -499,10 +500,11 @@ def commit_id() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, choices=(2, 4, 8), default=2)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200x2"))
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/h200x<ranks>")
     parser.add_argument("--commit", default=commit_id(), help="where git is not there to ask")
     parser.add_argument("--limit-s", type=float, default=85.0, help="seconds after which every process ends itself")
     arguments = parser.parse_args()
+    arguments.out = arguments.out or Path(f"benchmarks/results/h200x{arguments.ranks}")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -28,7 +28,7 @@ from decode_gpu import CONTEXT_LEN, built_in, commit_id, count_distinct_experts,
 from soloist.config import disable_multicast
 from soloist.engine import Engine
 from soloist.kernels.allreduce import TensorParallel
-from soloist.kernels.allreduce_cuda import make_mailboxes
+from soloist.kernels.mailboxes import make_mailboxes
 from soloist.models import load_model
 from soloist.models.bailing_moe_v3 import BailingMoeV3MTP
 from soloist.models.causal_lm import CausalLM

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from soloist.kernels import nvrtc
-from soloist.kernels.allreduce_cuda import EMPTY, Mailboxes, num_words, view_mailboxes
+from soloist.kernels.mailboxes import EMPTY, Mailboxes, num_words, view_mailboxes
 from tests.kernels.device import DEVICE
 
 HEADER = Path(__file__).with_suffix(".h")

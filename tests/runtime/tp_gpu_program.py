@@ -16,7 +16,7 @@ import torch.distributed as dist
 from soloist.config import disable_multicast
 from soloist.engine import Engine
 from soloist.kernels.allreduce import TensorParallel, embed
-from soloist.kernels.allreduce_cuda import make_mailboxes
+from soloist.kernels.mailboxes import make_mailboxes
 from soloist.models import load_model
 from soloist.models.cache import StepKind
 from soloist.models.causal_lm import CausalLM

@@ -18,6 +18,7 @@ from soloist.kernels import allreduce_cuda
 from soloist.kernels.check import FLOATS, expect, use_reference
 from soloist.kernels.launch import HAS_TRITON
 from soloist.kernels.linear import Weight, linear, linear_residual
+from soloist.kernels.mailboxes import Mailboxes
 
 if HAS_TRITON:
     from soloist.kernels import embedding_triton
@@ -36,7 +37,7 @@ class TensorParallel:
     # Of all ranks; None for a group of one.
     process_group: dist.ProcessGroup | None = None
     # What a GPU's steps are exchanged through; None on a CPU.
-    mailboxes: allreduce_cuda.Mailboxes | None = None
+    mailboxes: Mailboxes | None = None
 
     def share(self, num_blocks: int) -> int:
         """Give how many of `num_blocks` heads or columns a rank holds; 1 where ranks share a head."""

@@ -1,52 +1,16 @@
 """Collectives of a step in CUDA C++: an all-reduce and an argmax that every rank pushes into its peers' mailboxes.
 
-Owns the mailboxes and the two kernels; the equations are in `kernels/allreduce.py`. One launch, no barrier: the data
-are their own flag. A rank stores its packets of 16 bytes into the memory of every peer, reads its own memory until the
-peers' packets are there, and sums them in the order of the ranks, so all ranks hold the same bits.
-
-**The flag.** An empty mailbox is full of the word 0xffffffff, and no packet holds that word: where data do, which are
-two bf16 NaNs or an fp32 NaN, 0x7fff7fff is sent and summed instead, which is NaN as well. Every word of 4 bytes is
-looked at, so packets may come in any order and in parts.
-
-**Generations.** Every row of either collective is a channel of its own with three mailboxes per peer, used in turn; the
-turn is counted in device memory, so that a captured graph needs no host. Use k of a channel reads mailbox k mod 3 and
-empties that of use k-1, which is the one that peers fill in their use k+2. This is safe:
-
-* What use k empties has been read to its end: the launch of use k waits for the end of use k-1.
-* A peer begins use k+2 after the end of its use k+1, which had to read what this rank sent in use k+1, which it sent
-  after the end of its use k. Each is a launch that waits for the one before, and all these stores meet in this rank's
-  L2 cache, so the peer's packet comes to an empty mailbox.
-* Two generations would not do: a peer in use k+1 may fill what this rank, in use k, has yet to empty.
-
-This takes what a step has: one stream per rank, in which all ranks launch the same collectives, with the same T and D,
-in the same order. A rank that waits too long for a peer says so in host memory and ends, with NaN for what never came.
-
-NVLink multicast is not used: PyTorch is kept from setting it up before memory is allocated.
-
-Source: the LL protocol of NCCL and the Lamport kernels of TensorRT-LLM (Apache-2.0) for the idea of data as a flag.
+Owns the two kernels; the equations are in `kernels/allreduce.py`, the protocol is in `kernels/mailboxes.py`. Every rank
+sums in the order of the ranks, so all hold the same bits.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
-import torch.distributed as dist
-import torch.distributed._symmetric_memory as symm_mem
 
-from soloist.config import disable_multicast
-from soloist.errors import RankLostError
 from soloist.kernels.check import expect
 from soloist.kernels.launch import pdl_options
+from soloist.kernels.mailboxes import GENERATIONS, WORLD_SIZES, Mailboxes
 from soloist.kernels.nvrtc import launch, load_kernel
 
-WORLD_SIZES = (2, 4, 8)
-# Most rows of a collective, a program each.
-MAX_ROWS = 16
-# A thread holds one packet of 8 elements of a row.
-MAX_HIDDEN_SIZE = 8192
-# Of a mailbox without a packet: 0xffffffff.
-EMPTY = -1
-_GENERATIONS = 3
 # A rank looks at the clock, and at whether it has given up before, after so many looks at its mailbox.
 _SPINS_PER_LOOK = 256
 
@@ -106,13 +70,13 @@ __device__ unsigned full(unsigned word) { return word == EMPTY ? OTHER_NAN : wor
 
 __device__ bool is_full(uint4 x) { return x.x != EMPTY && x.y != EMPTY && x.z != EMPTY && x.w != EMPTY; }
 
-// Sends packet i of COUNT to every peer, empties its part of the last use's, and waits for the peers'.
+// Sends packet i of COUNT to every peer, and empties its part of the last use's.
 template <size_t BASE, int SIZE, int COUNT>
-__device__ void exchange(const Mailboxes& m, int generation, int channel, int i, uint4 (&x)[WORLD]) {
-    x[RANK] = {full(x[RANK].x), full(x[RANK].y), full(x[RANK].z), full(x[RANK].w)};
+__device__ void send(const Mailboxes& m, int generation, int channel, int i, uint4& x) {
+    x = {full(x.x), full(x.y), full(x.z), full(x.w)};
 #pragma unroll
     for (int j = 1; j < WORLD; ++j)
-        store_packet(m.of[(RANK + j) % WORLD] + mailbox<BASE, SIZE>(generation, channel, RANK) + i, x[RANK]);
+        store_packet(m.of[(RANK + j) % WORLD] + mailbox<BASE, SIZE>(generation, channel, RANK) + i, x);
     // The last use may have been of a wider row.
     const int last = (generation ? generation : GENERATIONS) - 1;
 #pragma unroll
@@ -122,7 +86,13 @@ __device__ void exchange(const Mailboxes& m, int generation, int channel, int i,
             if (o + COUNT <= SIZE || o + i < SIZE)
                 store_packet(m.of[RANK] + mailbox<BASE, SIZE>(last, channel, (RANK + j) % WORLD) + o + i,
                              {EMPTY, EMPTY, EMPTY, EMPTY});
+}
 
+__device__ int next(int generation) { return generation + 1 < GENERATIONS ? generation + 1 : 0; }
+
+// Waits for packet i of every peer; one that does not come stays NaN.
+template <size_t BASE, int SIZE>
+__device__ void receive(const Mailboxes& m, int generation, int channel, int i, uint4 (&x)[WORLD]) {
     unsigned long long started_ns = 0;
     for (int spins = 1;; ++spins) {
         int missing = RANK;
@@ -144,7 +114,6 @@ __device__ void exchange(const Mailboxes& m, int generation, int channel, int i,
         }
     }
 }
-
 """
 
 _ALL_REDUCE = r"""
@@ -184,14 +153,19 @@ push_all_reduce_add(const uint4* partial, const uint4* residual, const uint4* no
     begin();
     const Mailboxes m = {{m0, m1, m2, m3, m4, m5, m6, m7}, has_failed, error, timeout_us};
     const int generation = turns[t];
-    uint4 y = {};
+    uint4 x[WORLD], y = {}, r = {};
     if (is_mine) {
-        uint4 x[WORLD], r = {};
+        x[RANK] = partial[(size_t)t * PACKETS + i];
 #ifdef HAS_RESIDUAL
         r = residual[(size_t)t * PACKETS + i];
 #endif
-        x[RANK] = partial[(size_t)t * PACKETS + i];
-        exchange<0, ROOM, PACKETS>(m, generation, t, i, x);
+        send<0, ROOM, PACKETS>(m, generation, t, i, x[RANK]);
+    }
+    // Every thread has read the turn; packets are on their way.
+    __syncthreads();
+    if (i == 0) turns[t] = next(generation);
+    if (is_mine) {
+        receive<0, ROOM>(m, generation, t, i, x);
         unsigned xx[WORLD], xy[WORLD], xz[WORLD], xw[WORLD];
 #pragma unroll
         for (int p = 0; p < WORLD; ++p) { xx[p] = x[p].x; xy[p] = x[p].y; xz[p] = x[p].z; xw[p] = x[p].w; }
@@ -210,11 +184,7 @@ push_all_reduce_add(const uint4* partial, const uint4* residual, const uint4* no
     if (is_mine)
         norm_out[(size_t)t * PACKETS + i] = {scale_pair(y.x, scale, weight.x), scale_pair(y.y, scale, weight.y),
                                              scale_pair(y.z, scale, weight.z), scale_pair(y.w, scale, weight.w)};
-#else
-    __syncthreads();
 #endif
-    // Every thread has read the turn.
-    if (i == 0) turns[t] = generation + 1 < GENERATIONS ? generation + 1 : 0;
 }
 
 """
@@ -232,7 +202,11 @@ push_argmax(const float* values, const long long* ids, float* out_values, long l
     const int generation = turns[t];
     uint4 x[WORLD];
     x[RANK] = {__float_as_uint(values[t]), (unsigned)ids[t], 0, 0};
-    exchange<(size_t)GENERATIONS * MAX_ROWS * WORLD * ROOM, 1, 1>(m, generation, t, 0, x);
+    // Behind the mailboxes of the sums.
+    constexpr size_t BASE = (size_t)GENERATIONS * MAX_ROWS * WORLD * ROOM;
+    send<BASE, 1, 1>(m, generation, t, 0, x[RANK]);
+    turns[t] = next(generation);
+    receive<BASE, 1>(m, generation, t, 0, x);
     float best = __uint_as_float(x[0].x);
     unsigned best_id = x[0].y;
 #pragma unroll
@@ -245,111 +219,8 @@ push_argmax(const float* values, const long long* ids, float* out_values, long l
     }
     out_values[t] = best;
     out_ids[t] = best_id;
-    turns[t] = generation + 1 < GENERATIONS ? generation + 1 : 0;
 }
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mailboxes:
-    """What one rank has of the mailboxes of all; `make_mailboxes` makes them."""
-
-    rank: int
-    # Most rows of a collective, and the widest row.
-    max_tokens: int
-    hidden_size: int
-    # How long a rank waits for another.
-    timeout_s: float
-    # Per rank (words,) int32, at first -1: the own ones, and those of the peers as seen from here.
-    buffers: tuple[torch.Tensor, ...]
-    # (2, max_tokens) int32: the generation that is next for each row, of sums and of argmax.
-    turns: torch.Tensor
-    # () int32: 1 once this rank has given up. Later collectives then hardly wait.
-    has_failed: torch.Tensor
-    # () int32, on a GPU in pinned host memory, which kernels write: 0, or 1 + the rank that did not come.
-    error: torch.Tensor
-    # Keeps the peers' memory mapped.
-    handle: Any = None
-
-    @property
-    def world_size(self) -> int:
-        """Ranks."""
-        return len(self.buffers)
-
-    def check(self) -> None:
-        """See whether every peer has come so far; reads host memory only, so it may be called at any time.
-
-        Raises:
-            RankLostError: a collective ended without a peer; what it and later ones gave holds NaN.
-        """
-        if code := int(self.error):
-            raise RankLostError(
-                f"rank {self.rank} waited {self.timeout_s:g} s for rank {code - 1} in vain; start all ranks anew"
-            )
-
-
-def num_words(world_size: int, *, max_tokens: int, hidden_size: int) -> int:
-    """Count the int32 words of one rank's mailboxes."""
-    return _GENERATIONS * max_tokens * world_size * (hidden_size // 8 + 1) * 4
-
-
-def view_mailboxes(
-    buffers: tuple[torch.Tensor, ...],
-    *,
-    rank: int,
-    max_tokens: int,
-    hidden_size: int,
-    timeout_s: float,
-    handle: Any = None,
-) -> Mailboxes:
-    """Take one rank's view of buffers of `num_words` words, all of them -1."""
-    device = buffers[rank].device
-    return Mailboxes(
-        rank=rank,
-        max_tokens=max_tokens,
-        hidden_size=hidden_size,
-        timeout_s=timeout_s,
-        buffers=buffers,
-        turns=torch.zeros(2, max_tokens, dtype=torch.int32, device=device),
-        has_failed=torch.zeros((), dtype=torch.int32, device=device),
-        error=torch.zeros((), dtype=torch.int32, pin_memory=device.type == "cuda"),
-        handle=handle,
-    )
-
-
-def make_mailboxes(
-    process_group: dist.ProcessGroup,
-    *,
-    hidden_size: int,
-    device: torch.device,
-    max_tokens: int = MAX_ROWS,
-    timeout_s: float = 4.0,
-) -> Mailboxes:
-    """Allocate mailboxes that all ranks of a group reach; every rank calls this, and no other at the same time.
-
-    Args:
-        process_group: of 2, 4 or 8 ranks of one host, a GPU each, linked by NVLink.
-        hidden_size: of the widest rows, a multiple of 8 up to 8192.
-        device: this rank's GPU, which is the current one.
-        max_tokens: most rows of a collective, up to 16.
-        timeout_s: how long a kernel waits for a peer. Ranks need not launch at the same time, but within this.
-    """
-    world_size, rank = process_group.size(), process_group.rank()
-    assert world_size in WORLD_SIZES and 0 < max_tokens <= MAX_ROWS, (world_size, max_tokens)
-    assert hidden_size % 8 == 0 and hidden_size <= MAX_HIDDEN_SIZE, hidden_size
-    disable_multicast()
-    size = num_words(world_size, max_tokens=max_tokens, hidden_size=hidden_size)
-    own = symm_mem.empty(size, dtype=torch.int32, device=device)
-    own.fill_(EMPTY)
-    handle = symm_mem.rendezvous(own, process_group.group_name)
-    buffers = tuple(own if p == rank else handle.get_buffer(p, (size,), torch.int32) for p in range(world_size))
-    assert handle.get_buffer(rank, (size,), torch.int32).data_ptr() == own.data_ptr()
-    # Nobody sends before all are empty.
-    torch.cuda.synchronize(device)
-    dist.barrier(process_group)
-    return view_mailboxes(
-        buffers, rank=rank, max_tokens=max_tokens, hidden_size=hidden_size, timeout_s=timeout_s, handle=handle
-    )
 
 
 def _launch(
@@ -368,7 +239,7 @@ def _launch(
         "RANK": mailboxes.rank,
         "MAX_ROWS": mailboxes.max_tokens,
         "MAX_HIDDEN": mailboxes.hidden_size,
-        "GENERATIONS": _GENERATIONS,
+        "GENERATIONS": GENERATIONS,
         "SPINS_PER_LOOK": _SPINS_PER_LOOK,
     } | ({"HAS_PDL": 1} if pdl_options()["PDL"] else {})
     defined = tuple((key, str(value)) for key, value in definitions.items())

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from soloist.config import disable_multicast
 from soloist.errors import CheckpointError, RankLostError, SoloistError, UsageError
 from soloist.kernels.allreduce import TensorParallel
-from soloist.kernels.allreduce_cuda import make_mailboxes
+from soloist.kernels.mailboxes import make_mailboxes
 from soloist.models import open_model, read_config
 from soloist.models.loader import NUM_RANKS
 
