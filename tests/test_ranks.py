@@ -1,5 +1,6 @@
 """Ranks as the world sees them: one model, one answer; and what happens when one of them goes, or never fits."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from soloist import LLM, SamplingParams
 from soloist.errors import CheckpointError, RankLostError, UnsupportedError, UsageError
+from soloist.prefix import PrefixStore
 from soloist.runtime.comm import Leader
 from tests.tiny_model import write_tiny_model
 
@@ -73,16 +75,67 @@ def test_ranks_give_one_answer_whatever_ended_the_last_one_and_sleep_between(fol
     sampled = SamplingParams(max_tokens=16, ignore_eos=True, temperature=0.8, logprobs=2)
     assert len(llm.generate(PROMPT, sampled).token_ids) == 16
 
-    pid = leader_of(llm)._processes[0].pid
+    pid = leader_of(llm).process_ids[0]
     before_s = cpu_seconds(pid)
     time.sleep(1.5)
     assert cpu_seconds(pid) - before_s < 0.015 + 1 / os.sysconf("SC_CLK_TCK")
 
 
+class EvenTokens:
+    """Lets an answer have even ids only; counts what it is told."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.mask = torch.arange(num_tokens) % 2 == 0
+        self.token_ids: list[int] = []
+
+    def num_legal(self, draft_tokens: list[int]) -> int:
+        return next((i for i, token in enumerate(draft_tokens) if token % 2), len(draft_tokens))
+
+    def allowed(self, draft_tokens: list[int]) -> torch.Tensor:
+        return self.mask.expand(1 + len(draft_tokens), -1)
+
+    def advance(self, token_ids: list[int]) -> None:
+        self.token_ids += token_ids
+
+
+def test_a_constraint_and_kept_prefixes_are_those_of_one_rank(folder: Path, llm: LLM) -> None:
+    alone = load(folder, 1, draft="ngram")
+    answers = []
+    for model in (alone, llm):
+        model.engine.prefixes = PrefixStore(host_bytes=1 << 22)
+        constraint = EvenTokens(model.engine.runner.buffers.num_tokens)
+        found = [[token for r in model.engine.generate(PROMPT, GREEDY, constraint=constraint) for token in r.token_ids]]
+        assert found[0] == constraint.token_ids and all(token % 2 == 0 for token in found[0])
+        # Goes on behind what was kept, leaves it, and comes back.
+        for prompt in (PROMPT + found[0] + [5, 6], PROMPT[:150] + [7] * 40, PROMPT + found[0] + [5, 6, 7, 8]):
+            generation = model.engine.generate(prompt, GREEDY)
+            found.append([token for result in generation for token in result.token_ids])
+            found.append([generation.reuse.num_tokens])
+        scored = model.engine.generate(PROMPT[:20], GREEDY, prompt_logprobs=0)
+        for _ in scored:
+            pass
+        found.append([logprob.token_id for logprob in scored.prompt_logprobs])
+        answers.append(found)
+    assert answers[0] == answers[1]
+    assert answers[0][2] > [300] and answers[0][4] > [140]
+
+
+def test_other_ranks_can_follow_those_that_were_forgotten(folder: Path) -> None:
+    first = load(folder)
+    wanted = first.generate(PROMPT, GREEDY).token_ids
+    pid = leader_of(first).process_ids[0]
+    del first
+    gc.collect()
+    assert not Path(f"/proc/{pid}").exists()
+    second = load(folder)
+    assert second.generate(PROMPT, GREEDY).token_ids == wanted
+    leader_of(second).close()
+
+
 def test_a_rank_that_dies_in_a_request_ends_it_with_a_message(llm: LLM) -> None:
     def kill(done: int, total: int) -> None:
         if done:
-            leader_of(llm)._processes[0].kill()
+            os.kill(leader_of(llm).process_ids[0], signal.SIGKILL)
 
     started_s = time.monotonic()
     with pytest.raises(RankLostError, match="rank 1 of 2 was killed by signal 9"):
@@ -93,9 +146,10 @@ def test_a_rank_that_dies_in_a_request_ends_it_with_a_message(llm: LLM) -> None:
 
 
 def test_a_rank_that_dies_between_requests_is_missed_at_once(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
-    process = leader_of(llm)._processes[0]
-    process.send_signal(signal.SIGTERM)
-    process.wait()
+    pid = leader_of(llm).process_ids[0]
+    os.kill(pid, signal.SIGTERM)
+    while Path(f"/proc/{pid}").exists():
+        time.sleep(0.02)
     with pytest.raises(RankLostError, match="rank 1 of 2 was killed by signal 15"):
         llm.generate(PROMPT, GREEDY)
     assert "rank 1 of 2 was killed by signal 15" in capfd.readouterr().err
@@ -134,6 +188,7 @@ def test_an_error_of_another_rank_is_raised_here(folder: Path, tmp_path: Path, m
 
 HUNG = """
 import sys, time, torch
+from soloist.prefix import PrefixStore
 from soloist.runtime.comm import Leader
 leader = Leader(2, torch.device("cpu"), "from soloist.runtime.comm import Follower; Follower()", None)
 # In an exchange that nobody ends.
@@ -157,7 +212,7 @@ from soloist.runtime import comm
 start = comm.Leader.__init__
 def announce(self, *arguments):
     start(self, *arguments)
-    print("\\n".join(str(process.pid) for process in self._processes), file=sys.stderr)
+    print(*self.process_ids, sep="\\n", file=sys.stderr)
 comm.Leader.__init__ = announce
 
 class Bar(answer.Bar):

@@ -22,7 +22,7 @@ def test_two_gpus_are_held_to_one(tmp_path: Path) -> None:
 
 
 ANSWER_AND_LOSE = """
-import sys, time
+import os, signal, sys, time
 from soloist import LLM, SamplingParams
 from soloist.errors import RankLostError
 
@@ -42,7 +42,7 @@ stream.close()
 assert llm.generate(prompt, params).token_ids == found
 stream = llm.stream(prompt, SamplingParams(max_tokens=900, ignore_eos=True))
 next(stream)
-llm.engine.ranks._processes[0].kill()
+os.kill(llm.engine.ranks.process_ids[0], signal.SIGKILL)
 started_s = time.monotonic()
 try:
     for _ in stream:

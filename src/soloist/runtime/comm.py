@@ -128,6 +128,90 @@ def check_tensor_parallel_size(size: int, device: torch.device) -> None:
         raise UsageError(f"tensor_parallel_size is {size}, and PyTorch sees {torch.cuda.device_count()} CUDA devices")
 
 
+class _Others:
+    """The processes of the other ranks, and a thread for each that waits for its end."""
+
+    def __init__(self, size: int, program: str) -> None:
+        self.size, self.lost = size, ""
+        # What the exchanges of this rank go through, once there is something.
+        self.group = TensorParallel()
+        # Whether this rank may be in an exchange with another, and whether it has ended them.
+        self.busy, self.closing = threading.Event(), threading.Event()
+        # A session of their own: a terminal's Ctrl-C is rank 0's to answer.
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            )
+            for _ in range(1, size)
+        ]
+        for rank in range(1, size):
+            threading.Thread(target=self._watch, args=(rank,), daemon=True).start()
+
+    def send(self, rank: int, message: object) -> None:
+        if self.lost:
+            self.raise_lost()
+        stream = self.processes[rank - 1].stdin
+        assert stream is not None
+        try:
+            pickle.dump(message, stream)
+            stream.flush()
+        except OSError:
+            self.raise_lost()
+
+    def receive(self, rank: int) -> Any:
+        stream = self.processes[rank - 1].stdout
+        assert stream is not None
+        try:
+            return pickle.load(stream)
+        except (EOFError, OSError, pickle.UnpicklingError):
+            self.raise_lost()
+
+    def raise_lost(self) -> NoReturn:
+        self.wait_for_loss()
+        raise RankLostError(self.lost or "a rank does not answer any more; load the model again")
+
+    def wait_for_loss(self) -> None:
+        """Wait a little: a rank's end and what it does to an exchange are not seen in this order."""
+        deadline_s = time.monotonic() + 1.0
+        while not self.lost and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        """End them, and their pipes."""
+        self.closing.set()
+        self._kill()
+        for process in self.processes:
+            process.wait()
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    with contextlib.suppress(OSError):
+                        stream.close()
+
+    def _kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+    def _watch(self, rank: int) -> None:
+        """Wait for one rank's end, in a thread."""
+        code = self.processes[rank - 1].wait()
+        if self.closing.is_set() or self.lost:
+            return
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        self.lost = f"rank {rank} of {self.size} {how}, and the model is lost with it: load it again"
+        self._kill()
+        if self.group.mailboxes is not None:
+            # Steps that wait for it on the GPU end, with what is no number; NCCL goes on waiting.
+            with torch.cuda.stream(torch.cuda.Stream(self.group.mailboxes.has_failed.device)):
+                self.group.mailboxes.has_failed.fill_(1)
+        # Rank 0 says so itself if it gets out of the exchange it is in.
+        is_busy = self.busy.is_set() and not self.closing.wait(_GRACE_S) and self.busy.is_set()
+        if is_busy or not self.closing.is_set():
+            print(f"soloist: {self.lost}", file=sys.stderr, flush=True)
+        if is_busy:
+            # An exchange with a rank that is gone does not end, and nothing else can break it off.
+            os._exit(_LOST_EXIT_CODE)
+
+
 class Leader(Ranks):
     """Rank 0's side: starts the other ranks and leads them.
 
@@ -142,31 +226,38 @@ class Leader(Ranks):
     """
 
     def __init__(self, size: int, device: torch.device, program: str, arguments: object) -> None:
-        self._size, self._lost = size, ""
-        # Whether this rank may be in an exchange with another, and whether it has ended them.
-        self._busy, self._closing = threading.Event(), threading.Event()
+        self._others = others = _Others(size, program)
         # Where ranks meet; a folder of this machine, so that no port is open.
         self._meeting = tempfile.TemporaryDirectory(prefix="soloist-ranks-")
-        # A session of their own: a terminal's Ctrl-C is rank 0's to answer.
-        self._processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-            )
-            for _ in range(1, size)
-        ]
-        self._end = weakref.finalize(self, _close, self._closing, self._processes)
-        for rank, process in enumerate(self._processes, start=1):
-            threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
+        # Also where this object is only forgotten, and at this process's end.
+        self._end = weakref.finalize(self, others.close)
+        self._leave = weakref.finalize(self, _leave)
+        # NCCL may wait for ranks that are gone, and the driver ends with the process.
+        self._leave.atexit = device.type != "cuda"
         try:
             for rank in range(1, size):
-                self._receive(rank)
+                others.receive(rank)
             for rank in range(1, size):
-                self._send(rank, (rank, size, self._meeting.name, device, arguments))
-            self._busy.set()
+                others.send(rank, (rank, size, self._meeting.name, device, arguments))
+            others.busy.set()
             self.group = _join(0, size, self._meeting.name, rank_device(device, 0))
         except BaseException:
             self.close()
             raise
+
+    @property
+    def group(self) -> TensorParallel:
+        """The ranks, as this one sees them."""
+        return self._others.group
+
+    @group.setter
+    def group(self, group: TensorParallel) -> None:
+        self._others.group = group
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the other ranks."""
+        return [process.pid for process in self._others.processes]
 
     def wait_until_loaded(self, identity: dict[str, int]) -> None:
         """Wait for the other ranks to have loaded the model, and compare what all ranks must hold alike.
@@ -179,8 +270,8 @@ class Leader(Ranks):
             SoloistError: what a rank raised while it loaded.
             RankLostError: a rank has ended.
         """
-        for rank in range(1, self._size):
-            answer = self._receive(rank)
+        for rank in range(1, self._others.size):
+            answer = self._others.receive(rank)
             if isinstance(answer, SoloistError):
                 raise answer
             other = [name for name in identity | answer if identity.get(name) != answer.get(name)]
@@ -189,109 +280,47 @@ class Leader(Ranks):
                     f"rank {rank} has loaded another model than rank 0: {len(other)} of the {len(identity)} things that"
                     f" all ranks hold differ, such as {other[0]}; give every rank the same files"
                 )
-        self._busy.clear()
+        self._others.busy.clear()
 
     def lead(self, request: dict[str, Any]) -> None:
-        self._busy.set()
-        for rank in range(1, self._size):
-            self._send(rank, request)
+        self._others.busy.set()
+        for rank in range(1, self._others.size):
+            self._others.send(rank, request)
 
     def agree(self, choice: bool) -> bool:
-        for rank in range(1, self._size):
-            self._send(rank, choice)
+        for rank in range(1, self._others.size):
+            self._others.send(rank, choice)
         return choice
 
     def rest(self) -> None:
-        self._busy.clear()
+        self._others.busy.clear()
 
     def check(self) -> None:
-        if self._lost:
-            self._raise_lost()
+        if self._others.lost:
+            self._others.raise_lost()
         super().check()
 
     def fail(self, error: BaseException) -> None:
-        # A rank's end and what it does to an exchange are not seen in this order.
-        deadline_s = time.monotonic() + 1.0
-        while not self._lost and isinstance(error, RuntimeError | RankLostError) and time.monotonic() < deadline_s:
-            time.sleep(0.02)
-        was_lost = self._lost
+        if isinstance(error, RuntimeError | RankLostError):
+            self._others.wait_for_loss()
+        was_lost = self._others.lost
         self.close()
         if was_lost and not isinstance(error, RankLostError):
             raise RankLostError(was_lost) from error
 
     def close(self) -> None:
         """End the other ranks; the engine cannot be used any more."""
-        self._busy.clear()
-        self._lost = self._lost or "the ranks of this model were ended; load it again"
+        self._others.busy.clear()
+        self._others.lost = self._others.lost or "the ranks of this model were ended; load it again"
         self._end()
-        if dist.is_initialized() and dist.get_backend() == "gloo":
-            dist.destroy_process_group()
+        self._leave()
         self._meeting.cleanup()
 
-    def _send(self, rank: int, message: object) -> None:
-        if self._lost:
-            self._raise_lost()
-        stream = self._processes[rank - 1].stdin
-        assert stream is not None
-        try:
-            pickle.dump(message, stream)
-            stream.flush()
-        except OSError:
-            self._raise_lost()
 
-    def _receive(self, rank: int) -> Any:
-        stream = self._processes[rank - 1].stdout
-        assert stream is not None
-        try:
-            return pickle.load(stream)
-        except (EOFError, OSError, pickle.UnpicklingError):
-            self._raise_lost()
-
-    def _raise_lost(self) -> NoReturn:
-        deadline_s = time.monotonic() + 1.0
-        while not self._lost and time.monotonic() < deadline_s:
-            time.sleep(0.02)
-        raise RankLostError(self._lost or "a rank does not answer any more")
-
-    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        """Wait for one rank's end, in a thread."""
-        code = process.wait()
-        if self._closing.is_set() or self._lost:
-            return
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        self._lost = f"rank {rank} of {self._size} {how}, and the model is lost with it: load it again"
-        _kill(self._processes)
-        self._break_off()
-        if self._busy.is_set():
-            # Rank 0 says so itself if it gets out of the exchange it is in.
-            if self._closing.wait(_GRACE_S) or not self._busy.is_set():
-                return
-            print(f"soloist: {self._lost}", file=sys.stderr, flush=True)
-            os._exit(_LOST_EXIT_CODE)
-        print(f"soloist: {self._lost}", file=sys.stderr, flush=True)
-
-    def _break_off(self) -> None:
-        """Let a GPU's steps that wait for another rank end, with what is no number; NCCL goes on waiting."""
-        mailboxes = self.group.mailboxes
-        if mailboxes is not None:
-            with torch.cuda.stream(torch.cuda.Stream(mailboxes.has_failed.device)):
-                mailboxes.has_failed.fill_(1)
-
-
-def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        process.kill()
-
-
-def _close(closing: threading.Event, processes: list[subprocess.Popen[bytes]]) -> None:
-    closing.set()
-    _kill(processes)
-    for process in processes:
-        process.wait()
-        for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
+def _leave() -> None:
+    """Forget the ranks, so that others can be started."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class Follower(Ranks):
