@@ -20,6 +20,9 @@ CLIENTS_STAMP := $(VENV)/stamp-clients
 # Ray brings many packages along: an environment of its own.
 REPLICAS_VENV := $(VENV)-replicas
 REPLICAS_STAMP := $(REPLICAS_VENV)/stamp
+# So do programs that evaluate models.
+EVALUATION_VENV := $(VENV)-evaluation
+EVALUATION_STAMP := $(EVALUATION_VENV)/stamp
 export PROMPT
 
 .PHONY: help run test test-clients test-browser test-replicas fuzz check docs bench-cpu test-gpu bench-gpu clean
@@ -36,8 +39,9 @@ test: check  ## Everything a change must pass: checks, then all tests
 	    || echo "make: without the default model the tests that need it are skipped"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations 10
 
-test-clients: $(CLIENTS_STAMP)  ## The official clients of OpenAI and Anthropic against the server
+test-clients: $(CLIENTS_STAMP) $(EVALUATION_STAMP)  ## The official clients of OpenAI and Anthropic, lm-eval and guidellm against the server
 	$(BIN)/python -m pytest tests/clients/test_official_clients.py
+	OMP_NUM_THREADS=1 $(EVALUATION_VENV)/bin/python -m pytest tests/clients/test_evaluation.py --timeout 600
 
 test-browser: $(CLIENTS_STAMP)  ## The page in headless Chromium, which must be installed; SCREENSHOTS=FOLDER keeps pictures
 	$(BIN)/python -m pytest tests/browser
@@ -72,7 +76,7 @@ bench-gpu:  ## Decode and verify steps of full-size models, and every kernel, on
 	    --json benchmarks/results/h200/kernels.json
 
 clean:  ## Remove the environment and every cache
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(REPLICAS_VENV) $(EVALUATION_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV_STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Soloist needs Python >= 3.11, this is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12")'
@@ -91,7 +95,7 @@ $(CLIENTS_STAMP): $(VENV_STAMP) pyproject.toml constraints.txt
 	$(PIP_INSTALL) -e '.[test,clients]'
 	@touch $@ $(TEST_STAMP) $(RUN_STAMP)
 
-$(REPLICAS_STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(REPLICAS_VENV)
-	$(REPLICAS_VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[test,replicas]'
+$(REPLICAS_STAMP) $(EVALUATION_STAMP): %/stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $*
+	$*/bin/python -m pip install --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[test,$(patsubst $(VENV)-%,%,$*)]'
 	@touch $@
