@@ -7,6 +7,8 @@
 #undef uint4
 #undef blockIdx
 
+#undef __launch_bounds__
+#define __launch_bounds__(...)
 #undef __shared__
 // One program's at a time: exchanged when another program goes on.
 #define __shared__ static __attribute__((section("shared_memory"), used))
