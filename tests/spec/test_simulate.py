@@ -5,9 +5,8 @@ import torch
 
 from soloist.errors import UsageError
 from soloist.sampling_params import SamplingParams
-from soloist.spec.costs import StepCosts
 from soloist.spec.simulate import solve_acceptance
-from tests.scripted import KnownAnswer, RandomDrafter, TableModel
+from tests.scripted import RandomDrafter, TableModel
 from tests.spec.drafters import make_engine
 
 # Acceptance length and width, as the design quotes them.
@@ -61,7 +60,3 @@ def test_without_simulation_nothing_says_so():
 def test_what_simulation_cannot_mean_is_refused():
     with pytest.raises(UsageError, match="needs a drafter"):
         make_engine(make_model(), simulated_acceptance=2.0)
-    drafter = KnownAnswer({(0,): [1]}, max_drafts=2, vocab_size=9)
-    engine = make_engine(make_model(), drafter, simulated_acceptance=2.0)
-    with pytest.raises(UsageError, match="leave adaptive width out"):
-        engine.adapt_width(StepCosts(plain_ms=1, step_ms=(1, 1, 1)))

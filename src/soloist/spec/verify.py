@@ -64,7 +64,7 @@ def accept(target: Target, buffers: StepBuffers, context_len: torch.Tensor, rule
     """
     if target.tokens is not None:
         if not use_reference(target.tokens):
-            return _conclude_on_gpu(buffers, target, None, None)
+            return _conclude_on_gpu(buffers, target.highest, target_tokens=target.tokens)
         draft_tokens = buffers.input_ids[1 : target.tokens.shape[0]]  # (T-1,)
         num_accepted = count_matching(target.tokens, draft_tokens, buffers.width)
         bonus = target.tokens.index_select(0, num_accepted.view(1))
@@ -85,18 +85,21 @@ def accept(target: Target, buffers: StepBuffers, context_len: torch.Tensor, rule
     law = bonus_law(target.probs, draft_probs, num_accepted, buffers.width, scale)
     position = (context_len + num_accepted + 1).long().view(1)
     bonus = draw(law, uniform(buffers.seed, position, Stream.SAMPLE))
-    if not use_reference(bonus):
-        return _conclude_on_gpu(buffers, target, num_accepted, bonus)
     return conclude(buffers, draft_tokens, num_accepted, bonus, target.highest)
 
 
 def _conclude_on_gpu(
-    buffers: StepBuffers, target: Target, num_accepted: torch.Tensor | None, bonus: torch.Tensor | None
+    buffers: StepBuffers,
+    highest: torch.Tensor,
+    *,
+    target_tokens: torch.Tensor | None = None,
+    num_accepted: torch.Tensor | None = None,
+    bonus: torch.Tensor | None = None,
 ) -> Verdict:
-    """Match (without `num_accepted`) and conclude in one launch."""
+    """Match (with `target_tokens`) and conclude in one launch."""
     tokens, *counts = step_end_triton.conclude(
-        target.tokens,
-        target.highest,
+        target_tokens,
+        highest,
         num_accepted,
         bonus,
         input_ids=buffers.input_ids,
@@ -236,6 +239,8 @@ def conclude(
         highest: (T,) fp32, the highest logit of each row. If one of a row that counts is not finite, nothing is
             committed and the answer ends.
     """
+    if not use_reference(highest):
+        return _conclude_on_gpu(buffers, highest, num_accepted=num_accepted, bonus=bonus)
     T = draft_tokens.shape[0] + 1
     tokens = bonus  # (T,)
     if T > 1:
