@@ -49,6 +49,11 @@ class Case:
     acceptance_length: float | None = None
 
 
+# Beside the rungs, without a draft: what the last one is held against, and the device loop alone.
+ALONE = {
+    "graph only": Execution(is_captured=True, run_ahead=0, has_pdl=False, has_fused_moe=False, has_bf16_head=False),
+    "device loop without a draft": Execution(is_captured=True, run_ahead=0, has_pdl=True, has_device_loop=True),
+}
 CASES = {
     "ling3-tiny-ladder": Case(config="ling-3.0-tiny", drafters=("dspark",), width=9, acceptance_length=4.7),
     "qwen2-1.5b-ladder": Case(
@@ -196,7 +201,17 @@ def climb(bench: Bench, name: str, case: Case) -> Result:
         # A graph and its memory belong to one rung.
         gc.collect()
         torch.cuda.empty_cache()
+    details: dict[str, Any] = {}
+    for title, execution in ALONE.items():
+        figures_alone, _ = bench.measure(execution)
+        details[title] = {
+            "step_ms_median": figures_alone.step_ms.median,
+            "idle_share": figures_alone.idle_share,
+            "host_us_per_step": figures_alone.host_us_per_step,
+        }
+        print(f"{name} {title}: {details[title]}", flush=True)
     last = bench.result(name, figures, floor, width=width, acceptance_simulated=True, rungs=tuple(rungs))
+    last.details.update(details)
     return last
 
 

@@ -209,6 +209,8 @@ class Generation:
                 # Ranks would see it at different steps, so they let the few that are under way commit.
                 self._engine.runner.buffers.is_stop_requested.fill_(True)
             unread = [token for record in self._drain() for token in record.token_ids]
+            # Steps so fast that none was left to see the request must not be gone on with.
+            self._engine.runner.buffers.end()
             # A pass that broke off may have written state that belongs to no token.
             if self._engine.prefixes is not None and not self._has_failed:
                 known_ids = [*self.prompt_ids, *self.token_ids, *unread]
@@ -300,6 +302,8 @@ class Generation:
             "prompt_ids": self.prompt_ids,
             "params": self._params,
             "seed": self.seed,
+            # The text side adds its own to the model's.
+            "eos_token_ids": self._engine.eos_token_ids,
             "turn_ends": self.turn_ends,
             "prompt_logprobs": self.num_prompt_logprobs,
             "has_constraint": self.constraint is not None,

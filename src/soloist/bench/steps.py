@@ -71,6 +71,8 @@ class SpreadRows(Drafter):
         self.max_drafts, self.has_draft_law = drafter.max_drafts, drafter.has_draft_law
         self.capture_layers, self.max_context_len = drafter.capture_layers, drafter.max_context_len
         self.has_confidences = drafter.has_confidences
+        # () int32: the width before the proposal.
+        self._width = torch.zeros((), dtype=torch.int32, device=device)
         # (1024, T) int64, and the row that is next, (1,) int64.
         self._table = torch.randint(num_tokens, (1024, 1 + drafter.max_drafts), device=device)
         self._next = torch.zeros(1, dtype=torch.int64, device=device)
@@ -83,10 +85,11 @@ class SpreadRows(Drafter):
         self._drafter.prefill_chunk(input_ids, hidden, captured)
 
     def propose(self, buffers: StepBuffers, context_len: torch.Tensor) -> None:
+        self._width.copy_(buffers.width)
         self._drafter.propose(buffers, context_len)
-        # A proposal may be shorter: for lack of a match, say, which is the text's and not the machine's.
-        if self.width_rule is None:
-            buffers.width.copy_(buffers.num_left.clamp(max=buffers.max_width))
+        # A proposal may be shorter for lack of a match, which is the text's and not the machine's.
+        if self.width_rule is None or not self.has_confidences:
+            buffers.width.copy_(self._width)
         buffers.input_ids.copy_(self._table.index_select(0, self._next)[0])
         self._next.add_(1).remainder_(self._table.shape[0])
 
@@ -149,10 +152,12 @@ class StepMeter:
         torch.cuda.synchronize()
         queue = engine.queue(self._launch, num_top=None, is_captured=engine.execution.is_captured)
         records: list[StepRecord] = []
-        num_tokens, started_s, started_cpu_s = 0, time.perf_counter(), time.thread_time()
+        num_tokens, started_s, started_cpu_s = 0, time.perf_counter(), 0.0
         while len(records) < most_steps and num_tokens < _TOKENS + _SKIPPED_STEPS * buffers.max_width:
             if time.perf_counter() - started_s > _SECONDS and len(records) >= _FEWEST_STEPS:
                 break
+            if len(records) == _SKIPPED_STEPS:
+                started_cpu_s = time.thread_time()
             records.append(queue.next())
             num_tokens += len(records[-1].token_ids)
         cpu_s = time.thread_time() - started_cpu_s
@@ -169,7 +174,7 @@ class Run:
     records: list[StepRecord]
     # Begin and end of each.
     times_ns: list[tuple[int, int]]
-    # Processor time of the host's thread.
+    # Processor time of the host's thread, without the first steps.
     cpu_s: float
 
     @property
@@ -215,7 +220,7 @@ def measure_steps(engine: Engine, *, context_len: int, repeats: int = 3) -> Step
         programmatic_edges=meter.num_programmatic,
         idle_share=statistics.median(run.idle_share for run in runs),
         gap_share=gap_share,
-        host_us_per_step=1e6 * sum(run.cpu_s for run in runs) / sum(len(run.records) for run in runs),
+        host_us_per_step=1e6 * sum(run.cpu_s for run in runs) / sum(len(run.records) - _SKIPPED_STEPS for run in runs),
         syncs_per_step=int(not (engine.execution.run_ahead or engine.execution.has_device_loop)),
     )
 

@@ -23,7 +23,7 @@ from soloist.runtime.ring import StepRecord, TokenRing
 _POLL_S = 20e-6
 _DOUBT_S = 1.0
 # Share of the last wait that the next one sleeps through without a look.
-_SURE_SHARE = 0.6
+_SURE_SHARE = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)

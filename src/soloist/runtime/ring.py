@@ -116,10 +116,11 @@ class TokenRing:
             num_top: likeliest tokens reported beside each token; None: the step published no log probabilities.
         """
         slot, num_words = self._num_polled % self.num_slots, self.records.shape[1]
-        if self._words[slot * num_words] != self._num_polled + 1:
+        begin = slot * num_words
+        if self._words[begin] != self._num_polled + 1:
             return None
         self._num_polled += 1
-        _, num_committed, num_drafted, num_accepted, code, *tokens = self.records[slot].tolist()
+        _, num_committed, num_drafted, num_accepted, code, *tokens = self._words[begin : begin + num_words]
         token_ids = tokens[:num_committed]
         return StepRecord(
             token_ids=token_ids,
