@@ -1,4 +1,4 @@
-"""Programs that measure models through a server: lm-eval and guidellm, without the network. Run by `make test-clients`."""
+"""Programs that measure models through a server, offline: lm-eval and guidellm. Run by `make test-clients`."""
 
 import importlib.util
 import json

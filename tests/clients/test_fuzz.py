@@ -1,15 +1,20 @@
 """Whatever a client sends, the server answers with less than 500 and lives on. Run by `make fuzz`."""
 
 import contextlib
+import gc
 import http.client
 import json
 import os
 import random
 import socket
+import threading
+import time
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
+from soloist.server.app import App
 from tests.clients.served import served
 from tests.server.client import make_tokenizer, scripted_llm
 from tests.server.test_protocols import TEMPLATE
@@ -80,21 +85,50 @@ def test_malformed_bodies_leave_the_server_alive(server):
         assert response.status < 500, (path, bytes(body), text)
 
 
-def test_connections_that_come_and_go_leave_nothing_running(server):
-    url, app = server
-    name, port = url.removeprefix("http://").split(":")
-    chance = random.Random(2)
+def come_and_go(address: tuple[str, int], chance: random.Random, num_connections: int) -> None:
+    """Connect, send a request or a part of it, read for a moment or not, and leave."""
     body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "stream": True}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {name}\r\ncontent-type: application/json\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {address[0]}\r\ncontent-type: application/json\r\n"
     whole = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
-    for _ in range(200):
-        with socket.create_connection((name, int(port)), timeout=5) as connection:
+    for _ in range(num_connections):
+        with socket.create_connection(address, timeout=5) as connection:
             connection.sendall(whole[: chance.randrange(len(whole) + 1)] if chance.random() < 0.4 else whole)
             if chance.random() < 0.5:
                 connection.settimeout(chance.random() * 0.01 + 0.001)
                 with contextlib.suppress(TimeoutError):
                     connection.recv(chance.randrange(1, 2000))
-    connection = http.client.HTTPConnection(name, int(port), timeout=20)
+
+
+def rest(address: tuple[str, int], app: App) -> int:
+    """Wait until nothing runs, and count the objects that are left."""
+    connection = http.client.HTTPConnection(*address, timeout=20)
     connection.request("POST", "/v1/completions", b'{"prompt": "x"}', {"content-type": "application/json"})
-    assert connection.getresponse().status == 200
-    assert app.service.queue.num_running == app.service.queue.num_waiting == 0
+    response = connection.getresponse()
+    assert response.status == 200
+    response.read()
+    connection.close()
+    end_s = time.monotonic() + 10
+    while app.service.queue.num_running or app.service.queue.num_waiting:
+        assert time.monotonic() < end_s, "work goes on that nobody waits for"
+        time.sleep(0.01)
+    time.sleep(0.5)
+    gc.collect()
+    return len(gc.get_objects())
+
+
+def test_connections_that_come_and_go_leave_nothing_running_and_nothing_behind(server):
+    url, app = server
+    name, port = url.removeprefix("http://").split(":")
+    address, chance = (name, int(port)), random.Random(2)
+    # What is made once is made now; the receipts of the last requests are full.
+    come_and_go(address, chance, 200)
+    num_objects, num_threads = rest(address, app), threading.active_count()
+    resident = int(Path("/proc/self/statm").read_text().split()[1])
+    for _ in range(5):
+        come_and_go(address, chance, 200)
+        num_left = rest(address, app)
+    # One object left behind by each connection would be 1000.
+    assert num_left - num_objects < 500
+    assert threading.active_count() <= num_threads
+    grown = (int(Path("/proc/self/statm").read_text().split()[1]) - resident) * os.sysconf("SC_PAGE_SIZE")
+    assert grown < 8 << 20
