@@ -23,8 +23,8 @@ LAYERS = (
     ("step_costs",),
     ("vocabulary", "tokenizer", "chat", "hub"),
     ("answer",),
-    ("llm",),
-    ("follower",),
+    ("loading",),
+    ("follower", "llm"),
     ("profiler", "bench", "doctor", "draft_check"),
     ("train", "server"),
     ("cli",),
@@ -44,7 +44,8 @@ NEVER = {
 }
 # Packages an installation may lack: imported where they are used.
 OPTIONAL_PACKAGES = {
-    "accelerate", "cuda", "fla", "gguf", "llguidance", "matplotlib", "numpy", "ray", "readline", "transformers", "triton",
+    "accelerate", "cuda", "fla", "gguf", "llguidance", "matplotlib", "numpy", "ray", "readline",
+    "transformers", "triton",
 }  # fmt: skip
 # Packages that bring kernels or an API of their own, and the only parts of the tree that may know them.
 CONFINED_PACKAGES = {

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,20 +169,20 @@ def test_a_rank_that_holds_another_model_is_found_while_loading(
             save_file(tensors, shard)
 
     class Misled(Leader):
-        def __init__(self, size: int, device: Any, program: str, arguments: dict[str, Any]) -> None:
-            super().__init__(size, device, program, arguments | {"model": str(other)})
+        def __init__(self, size: int, device: Any, program: str, options: Any) -> None:
+            super().__init__(size, device, program, replace(options, model=str(other)))
 
-    monkeypatch.setattr("soloist.llm.Leader", Misled)
+    monkeypatch.setattr("soloist.loading.Leader", Misled)
     with pytest.raises(CheckpointError, match=r"other.* than rank 0: 1 of .*model\.layers\.1\.input_layernorm"):
         load(folder)
 
 
 def test_an_error_of_another_rank_is_raised_here(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Misled(Leader):
-        def __init__(self, size: int, device: Any, program: str, arguments: dict[str, Any]) -> None:
-            super().__init__(size, device, program, arguments | {"model": str(tmp_path)})
+        def __init__(self, size: int, device: Any, program: str, options: Any) -> None:
+            super().__init__(size, device, program, replace(options, model=str(tmp_path)))
 
-    monkeypatch.setattr("soloist.llm.Leader", Misled)
+    monkeypatch.setattr("soloist.loading.Leader", Misled)
     with pytest.raises(CheckpointError, match=r"no config\.json|tokenizer"):
         load(folder)
 

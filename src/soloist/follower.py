@@ -7,7 +7,7 @@ import torch
 
 from soloist.engine import Engine
 from soloist.errors import NumericsError, SoloistError
-from soloist.llm import LLM
+from soloist.loading import load_rank
 from soloist.prefix import PrefixStore
 from soloist.runtime.comm import Follower
 
@@ -30,6 +30,7 @@ def run_request(engine: Engine, request: dict[str, Any]) -> None:
     if request["prefix_bytes"] is not None and engine.prefixes is None:
         device_bytes, host_bytes = request["prefix_bytes"]
         engine.prefixes = PrefixStore(device_bytes=device_bytes, host_bytes=host_bytes)
+    engine.eos_token_ids = request["eos_token_ids"]
     generation = engine.generate(
         request["prompt_ids"],
         request["params"],
@@ -48,10 +49,10 @@ def main() -> None:
     """Be a rank until rank 0 ends."""
     ranks = Follower()
     try:
-        llm = LLM.of_rank(ranks, ranks.arguments)
+        engine = load_rank(ranks.arguments, ranks, ranks.device).engine
     except SoloistError as error:
         ranks.say(error)
         return
-    ranks.say(llm.engine.runner.model.report.checksums)
+    ranks.say(engine.runner.model.report.checksums)
     while True:
-        run_request(llm.engine, ranks.next_request())
+        run_request(engine, ranks.next_request())

@@ -1,7 +1,7 @@
 """Text in, text out: the Python API.
 
-Owns loading a model with everything around it, and turning prompts and messages into requests. What becomes of the
-tokens of an answer is in `answer`, where they come from in `engine`.
+Owns turning prompts and messages into requests. What becomes of the tokens of an answer is in `answer`, where they come
+from in `engine`; loading is in `loading`.
 """
 
 import contextlib
@@ -15,35 +15,19 @@ import torch
 
 from soloist.answer import Completion, Delta, Stream
 from soloist.chat import ChatTemplate, Prompt
-from soloist.config import user_cache_dir
 from soloist.engine import Engine
-from soloist.errors import ModelNotFoundError, UnsupportedError, UsageError
+from soloist.errors import UsageError
 from soloist.generation import RequestStats
-from soloist.hub import find_model
 from soloist.kernels.compile_ahead import OnCompiled
-from soloist.models import load_model
+from soloist.loading import LoadOptions, load
 from soloist.models.loader import Progress, WeightsDtype
-from soloist.runtime.buffers import SamplingPlan
-from soloist.runtime.comm import Follower, Leader, Ranks, check_tensor_parallel_size, connect_gpus, rank_device
 from soloist.runtime.graph import Execution
-from soloist.runtime.runner import ModelRunner, measure_num_threads
 from soloist.sampling_params import SamplingParams
-from soloist.spec import DRAFTERS, make_drafter
-from soloist.spec.draft_model import DraftModel
-from soloist.spec.drafter import Drafter
-from soloist.spec.setup import DrafterSetup
-from soloist.step_costs import known_costs
 from soloist.tokenizer import Tokenizer
 
 __all__ = ["LLM", "Completion", "Delta", "RequestStats", "SamplingParams", "Stream"]
 
-# Tokens of context that room is made for unless asked otherwise; less where the model allows less.
-DEFAULT_CONTEXT_LEN = 32768
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
 OnPrefill = Callable[[int, int], None]
-# What most requests need of the sampler.
-_GREEDY = SamplingPlan.of(SamplingParams())
 
 
 class LLM:
@@ -103,125 +87,23 @@ class LLM:
         progress: Progress | None = None,
         on_compiled: OnCompiled | None = None,
     ) -> None:
-        if num_threads is not None and num_threads < 1:
-            raise UsageError(f"num_threads is {num_threads}; allowed: at least 1, or None for a measurement")
-        if adaptive_width and tensor_parallel_size > 1:
-            raise UnsupportedError("adaptive_width is timed and decided by one rank: leave it out, or take one rank")
-        arguments: dict[str, Any] = {
-            "model": None if model is None else str(model),
-            "draft": draft,
-            "draft_width": draft_width,
-            "draft_weights_dtype": draft_weights_dtype,
-            "adaptive_width": adaptive_width,
-            "simulated_acceptance": simulated_acceptance,
-            "dtype": dtype,
-            "weights": weights,
-            "seed": seed,
-            "weights_dtype": weights_dtype,
-            "max_context_len": max_context_len,
-            "num_threads": num_threads,
-            "execution": execution,
-        }
-        place = _as_device(device)
-        check_tensor_parallel_size(tensor_parallel_size, place)
-        if tensor_parallel_size == 1:
-            self._load(Ranks(), place, progress, on_compiled=on_compiled, **arguments)
-            return
-        ranks = Leader(tensor_parallel_size, place, "from soloist.follower import main; main()", arguments)
-        try:
-            self._load(ranks, rank_device(place, 0), progress, **arguments)
-            ranks.wait_until_loaded(self.engine.runner.model.report.checksums)
-        except BaseException as error:
-            ranks.fail(error)
-            raise
-
-    @classmethod
-    def of_rank(cls, ranks: Follower, arguments: dict[str, Any]) -> Self:
-        """Load what one of several ranks has, in the process that rank 0 started for it."""
-        llm = cls.__new__(cls)
-        llm._load(ranks, ranks.device, None, **arguments)
-        return llm
-
-    def _load(
-        self,
-        ranks: Ranks,
-        device: torch.device,
-        progress: Progress | None,
-        *,
-        model: str | None,
-        draft: str | None,
-        draft_width: int | None,
-        draft_weights_dtype: WeightsDtype | None,
-        adaptive_width: bool,
-        simulated_acceptance: float | None,
-        dtype: torch.dtype | str | None,
-        weights: Literal["file", "random"],
-        seed: int,
-        weights_dtype: WeightsDtype | None,
-        max_context_len: int | None,
-        num_threads: int | None,
-        execution: Execution | None,
-        on_compiled: OnCompiled | None = None,
-    ) -> None:
-        """Load everything on one rank; arguments are those of the constructor."""
-        found = find_model(model, with_weights=weights == "file")
-        tokenizer = None if found.path is None else Tokenizer.load(found.path)
-        source = found.path or found.config
-        assert source is not None
-        connect_gpus(ranks, source, device)
-        target = load_model(
-            source,
-            device=device,
-            dtype=_as_dtype(dtype),
+        options = LoadOptions(
+            model=None if model is None else str(model),
+            draft=draft,
+            draft_width=draft_width,
+            draft_weights_dtype=draft_weights_dtype,
+            adaptive_width=adaptive_width,
+            simulated_acceptance=simulated_acceptance,
+            dtype=dtype,
             weights=weights,
             seed=seed,
             weights_dtype=weights_dtype,
-            progress=progress,
-            group=ranks.group,
+            max_context_len=max_context_len,
+            num_threads=num_threads,
+            execution=execution,
         )
-        if tokenizer is not None:
-            tokenizer.check_vocab_size(target.config.vocab_size)
-        limit = max_context_len
-        if limit is None:
-            limit = min(DEFAULT_CONTEXT_LEN, target.config.max_position_embeddings)
-        setup = DrafterSetup(
-            target=target,
-            target_path=found.path if weights == "file" else None,
-            max_context_len=limit,
-            num_tokens=target.config.vocab_size if tokenizer is None else tokenizer.num_tokens,
-            max_width=draft_width,
-            weights_dtype=draft_weights_dtype,
-            seed=seed,
-        )
-        drafter = _find_drafter(draft or "off", setup, tokenizer)
-        if not drafter.max_drafts and (draft_width or draft_weights_dtype or adaptive_width):
-            raise UsageError("draft_width, draft_weights_dtype and adaptive_width are a drafter's: name one as draft")
-        if max_context_len is None and drafter.max_context_len is not None:
-            # Nobody asked for the last few tokens that the draft has no room for.
-            limit = min(limit, drafter.max_context_len)
-        runner = ModelRunner(
-            target,
-            max_context_len=limit,
-            max_width=1 + drafter.max_drafts,
-            num_tokens=setup.num_tokens,
-            has_draft_probs=drafter.has_draft_law,
-            capture_layers=drafter.capture_layers,
-        )
-        engine = Engine(runner, drafter, execution=execution, simulated_acceptance=simulated_acceptance)
-        engine.ranks = ranks
-        self._assemble(engine, tokenizer, found.name)
-        if target.device.type == "cpu":
-            num_ranks = ranks.group.size
-            # Steps of one rank cannot be timed alone.
-            shared = max(1, torch.get_num_threads() // num_ranks) if num_ranks > 1 else 0
-            torch.set_num_threads(num_threads or shared or measure_num_threads(runner))
-        if ranks.group.size == 1:
-            # Now rather than while somebody waits for an answer. Several ranks capture together, with a request.
-            engine.compile_ahead(_GREEDY, on_compiled)
-            engine.prepare(_GREEDY)
-        if adaptive_width:
-            engine.adapt_width(known_costs(engine, user_cache_dir()))
-            engine.prepare(_GREEDY)
+        loaded = load(options, device, tensor_parallel_size, progress, on_compiled)
+        self._assemble(loaded.engine, loaded.tokenizer, loaded.name)
 
     @classmethod
     def of(cls, engine: Engine, tokenizer: Tokenizer | None, name: str) -> Self:
@@ -415,46 +297,9 @@ class LLM:
         return self.tokenizer
 
 
-def _find_drafter(draft: str, setup: DrafterSetup, tokenizer: Tokenizer | None) -> Drafter:
-    """Make the drafter that `draft` names, from a checkpoint if it is no name."""
-    if draft in DRAFTERS:
-        return make_drafter(draft, setup)
-    try:
-        found = find_model(draft)
-    except ModelNotFoundError as error:
-        names = ", ".join(sorted(DRAFTERS))
-        raise ModelNotFoundError(f"{error}. Drafters without a checkpoint: {names}") from None
-    assert found.path is not None
-    drafter = make_drafter(found.name, replace(setup, draft_path=found.path))
-    if isinstance(drafter, DraftModel) and tokenizer is not None:
-        difference = tokenizer.difference(Tokenizer.load(found.path))
-        if difference is not None:
-            raise UnsupportedError(f"{found.name} cannot draft: its vocabulary is another, {difference}")
-    return drafter
-
-
 def _has_template(tokenizer: Tokenizer, architecture: str) -> bool:
     try:
         ChatTemplate(tokenizer, architecture)
     except UsageError:
         return False
     return True
-
-
-def _as_device(device: torch.device | str | None) -> torch.device:
-    try:
-        parsed = torch.device(device or "cpu")
-    except RuntimeError:
-        raise UsageError(f"device is {device!r}; allowed: cpu, cuda, or one GPU as in cuda:1") from None
-    num_gpus = torch.cuda.device_count()
-    if parsed.type == "cuda" and (parsed.index or 0) >= num_gpus:
-        raise UsageError(f"device is {str(device)!r}, and PyTorch sees {num_gpus} CUDA devices; see `soloist doctor`")
-    return parsed
-
-
-def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype:
-    if isinstance(dtype, str):
-        if dtype not in DTYPES:
-            raise UsageError(f"dtype is {dtype!r}; allowed: {', '.join(DTYPES)}")
-        return DTYPES[dtype]
-    return dtype or torch.bfloat16
