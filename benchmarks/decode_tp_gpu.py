@@ -1,4 +1,4 @@
-"""Time steps of Ling-3.0-flash at full size on several GPUs: random weights, spread routing, one graph a rank.
+"""Time steps of Ling-3.0 at full size on several GPUs: random weights, spread routing, one graph a rank.
 
 `PYTHONPATH=src python benchmarks/decode_tp_gpu.py --ranks 2 CASE [CASE ...]` starts a process per GPU, as `torchrun`
 would; rank 0 writes `FOLDER/CASE.json`. The rows of a step are independent random ids, so that routing spreads as
@@ -53,6 +53,10 @@ ANSWER_TOKENS = 1024
 ROOM = CONTEXT_LEN + ANSWER_TOKENS + 64
 # Acceptance lengths by width at which TPOT is quoted.
 STANDARD_POINTS = {4: (2.0,), 6: (3.25,), 9: (4.7, 6.4), 16: (9.95,)}
+
+
+# Built-in models, as cases call them.
+NAMES = {"ling-3.0-flash": "ling3-flash", "ling-3.0-tiny": "ling3-tiny"}
 
 
 @dataclass(frozen=True)
@@ -279,7 +283,7 @@ def time_answer(rank: Rank, name: str, width: int, acceptance: float | None) -> 
 def run_case(rank: Rank, case: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure one case on every rank; the figures are this rank's."""
     known, rows, points = CASES[case], [], {}
-    full_name = f"ling3-flash-tp{rank.group.size}-{case}"
+    full_name = f"{NAMES[arguments.model]}-tp{rank.group.size}-{case}"
     for width in known.widths:
         rows.append(time_steps(rank, known.drafter, width))
         report(rank, full_name, rows[-1])
@@ -298,7 +302,7 @@ def run_case(rank: Rank, case: str, arguments: argparse.Namespace) -> dict[str, 
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "model": "ling-3.0-flash",
+        "model": arguments.model,
         "weights": "random",
         "tensor_parallel_size": rank.group.size,
         "dtype": "bfloat16",
@@ -340,7 +344,8 @@ def connect(rank: int, size: int, hidden_size: int) -> tuple[TensorParallel, tor
 
 def run_rank(arguments: argparse.Namespace) -> None:
     """Be one rank."""
-    config = built_in("ling-3.0-flash") | {"num_hidden_layers": arguments.layers}
+    config = built_in(arguments.model)
+    config["num_hidden_layers"] = arguments.layers or config["num_hidden_layers"]
     group, device = connect(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), config["hidden_size"])
     # Every rank draws the same ids.
     torch.manual_seed(0)
@@ -384,7 +389,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="+", choices=list(CASES))
     parser.add_argument("--ranks", type=int, default=2, help="GPUs; under torchrun it says how many")
-    parser.add_argument("--layers", type=int, default=42, help="fewer than the model has, to try this program")
+    parser.add_argument("--model", choices=list(NAMES), default="ling-3.0-flash")
+    parser.add_argument("--layers", type=int, help="fewer than the model has, to try this program")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--commit", default=commit_id(), help="where git is not there to ask")
     arguments = parser.parse_args()
