@@ -53,11 +53,12 @@ class CountingSource(WeightSource):
         self._counts: dict[str, _Count] = {}
 
     def _add(self, parts: tuple[Part, ...], held_bytes: int, num_copies: int = 1) -> None:
-        """Count parts stacked in one weight of `held_bytes`, which they share by their sizes."""
-        sizes = [torch.Size(part.shape).numel() * num_copies for part in parts]
-        for part, size in zip(parts, sizes, strict=True):
-            part_bytes = held_bytes * size // sum(sizes)
-            self._counts[part.name] = _Count(parameters=size, weight_bytes=part_bytes, read_bytes=part_bytes)
+        """Count parts stacked in one weight of `held_bytes`, which they share by what this rank holds of them."""
+        held = [torch.Size(part.held_shape(self.group)).numel() * num_copies for part in parts]
+        for part, size in zip(parts, held, strict=True):
+            part_bytes = held_bytes * size // sum(held)
+            parameters = torch.Size(part.shape).numel() * num_copies
+            self._counts[part.name] = _Count(parameters=parameters, weight_bytes=part_bytes, read_bytes=part_bytes)
 
     def linear(self, *parts: Part) -> Weight:
         weight = self.source.linear(*parts)
