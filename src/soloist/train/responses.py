@@ -126,7 +126,7 @@ def load_transformers_source(
     model: Any
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
-    except ValueError as error:
+    except (ValueError, RuntimeError, OSError) as error:
         raise UnsupportedError(f"transformers does not load {path} ({error}): take --source own, or --url") from error
     return TransformersSource(
         model=model.to(device).eval(),
