@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from soloist.errors import UsageError
 from soloist.profiler.gaps import Gap, GapKind, Lead, busy_spans, busy_us, find_gaps, find_leads
+from soloist.profiler.replay import Replay
 from soloist.profiler.steps import Origin, Recording, Steps, find_steps
 from soloist.profiler.trace import Stack, Trace
 from soloist.profiler.waits import Wait, WaitKind, blame, find_waits, lend_stacks
@@ -96,6 +97,8 @@ class Overhead:
     plain_step_ms: float | None
     # Without any.
     unprofiled_step_ms: float | None
+    # What PyTorch's profiler adds to a launch.
+    launch_us: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +120,7 @@ class Analysis:
     busy_ms: float
     syncs_per_step: float
     blocked_ms: float
-    # What a step would be shorter by if the host never waited: then the slower of host and GPU decides.
+    # What a step would be shorter by if the host never waited, and nobody recorded.
     loss_ms: float
     waits: tuple[WaitLine, ...]
     gaps: tuple[GapLine, ...]
@@ -158,8 +161,7 @@ def analyse(trace: Trace, *, max_steps: int = DEFAULT_STEPS) -> Analysis:
     small_us = window_us - 1e3 * busy_ms - sum(gap.duration_us for gap in gaps)
     step_ms = _median_step_ms(steps)
     blocked_ms = sum(wait.blocked_us for wait in inside) / 1e3 / len(steps)
-    # Pauses between kernels that were enqueued in time are there with and without waits.
-    starved_ms = sum(gap.duration_us for gap in gaps if gap.kind is not GapKind.QUEUED) / 1e3 / len(steps)
+    replay = Replay(trace, steps, waits)
     return Analysis(
         name=trace.name,
         rank=trace.rank,
@@ -174,7 +176,7 @@ def analyse(trace: Trace, *, max_steps: int = DEFAULT_STEPS) -> Analysis:
         busy_ms=busy_ms / len(steps),
         syncs_per_step=len(inside) / len(steps),
         blocked_ms=blocked_ms,
-        loss_ms=min(blocked_ms, starved_ms),
+        loss_ms=max(0.0, replay.step_ms(with_waits=True) - replay.step_ms(with_waits=False)) if inside else 0.0,
         waits=_wait_lines(inside, gaps, spans, len(steps)),
         gaps=_gap_lines(gaps, len(steps)),
         kernels=_kernel_lines(trace, device, steps),
@@ -308,6 +310,7 @@ def _overhead(trace: Trace, steps: Steps, max_steps: int) -> Overhead:
         named_step_ms=figures[Recording.NAMED],
         plain_step_ms=figures[Recording.PLAIN],
         unprofiled_step_ms=trace.unprofiled_step_ms,
+        launch_us=trace.launch_overhead_us,
     )
 
 

@@ -254,6 +254,7 @@ def to_chrome(trace: Trace) -> dict[str, Any]:
             "samples": samples,
             "named_us": trace.named_us,
             "unprofiled_step_ms": trace.unprofiled_step_ms,
+            "launch_overhead_us": trace.launch_overhead_us,
         },
     }
 
@@ -271,3 +272,4 @@ def _take_extras(trace: Trace, extras: dict[str, Any], stacks: list[Stack], zero
         trace.samples.setdefault(thread, []).append(sample)
     trace.named_us = [(start - zero_us, end - zero_us) for start, end in extras["named_us"]]
     trace.unprofiled_step_ms = extras["unprofiled_step_ms"]
+    trace.launch_overhead_us = extras.get("launch_overhead_us")

@@ -19,6 +19,23 @@ from soloist.profiler.lines import LineRecorder
 from soloist.profiler.steps import MIN_REPEATS
 from soloist.profiler.trace import Trace, resolve
 
+# Launches that are timed to see what recording adds to one.
+_TIMED_LAUNCHES = 50
+
+
+def _launch_us() -> float | None:
+    """Time a small launch on the host; None in a program that has not used a GPU yet."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return None
+    scratch, times_s = torch.zeros(1, device="cuda"), []
+    torch.cuda.synchronize()
+    for _ in range(_TIMED_LAUNCHES):
+        start_s = time.perf_counter()
+        scratch.add_(1)
+        times_s.append(time.perf_counter() - start_s)
+    torch.cuda.synchronize()
+    return 1e6 * statistics.median(times_s)
+
 
 class Capture:
     """One recording of this process: `start`, then perhaps `stop_lines`, then `stop`; all from one thread.
@@ -35,6 +52,7 @@ class Capture:
         self._profiler = torch.profiler.profile(activities=activities, experimental_config=config)
         self._lines: LineRecorder | None = None
         self._is_naming = False
+        self._launch_overhead_us: float | None = None
 
     def start(self, frame: FrameType | None = None) -> None:
         """Begin to record everything.
@@ -43,7 +61,11 @@ class Capture:
             frame: where this thread is. None: the caller.
         """
         self._lines = LineRecorder(frame or sys._getframe(1))
+        plain_us = _launch_us()
         self._profiler.start()
+        recorded_us = _launch_us()
+        if plain_us is not None and recorded_us is not None:
+            self._launch_overhead_us = max(0.0, recorded_us - plain_us)
         self._is_naming = True
         self._lines.__enter__()
 
@@ -71,6 +93,9 @@ class Capture:
             None,
             lambda thread, times: lines.stacks_at(thread, [origin_ns + round(time_us * 1e3) for time_us in times]),
         )
+        trace.launch_overhead_us = self._launch_overhead_us
+        # What was launched to find that out is none of the program's.
+        trace.drop_before((lines.start_ns - origin_ns) / 1e3)
         trace.named_us = [((lines.start_ns - origin_ns) / 1e3, (lines.end_ns - origin_ns) / 1e3)]
         return trace
 

@@ -136,7 +136,8 @@ def _overhead(analysis: Analysis) -> list[str]:
         "unprofiled": o.unprofiled_step_ms,
     }
     known = [f"{step_ms:.2f} ms {how}" for how, step_ms in figures.items() if step_ms is not None]
-    return [f"A step takes {', '.join(known)}."] if known else []
+    launch = "" if o.launch_us is None else f" PyTorch's profiler adds {o.launch_us:.1f} us to a launch."
+    return [f"A step takes {', '.join(known)}.{launch}"] if known else []
 
 
 def _where(place: Place) -> str:

@@ -109,6 +109,8 @@ class Trace:
     named_us: list[tuple[float, float]] = field(default_factory=list)
     # Time per marked step after the profiler had stopped; None: not measured.
     unprofiled_step_ms: float | None = None
+    # What recording adds to a launch; None: not measured.
+    launch_overhead_us: float | None = None
 
     def call_of(self) -> dict[int, HostCall]:
         """Map correlation to call."""
@@ -121,6 +123,12 @@ class Trace:
             if work.correlation:
                 works[work.correlation].append(work)
         return works
+
+    def drop_before(self, start_us: float) -> None:
+        """Forget the calls before a moment, and the work they started."""
+        dropped = {call.correlation for call in self.calls if call.start_us < start_us} - {0}
+        self.calls = [call for call in self.calls if call.start_us >= start_us]
+        self.works = [work for work in self.works if work.correlation not in dropped]
 
     @property
     def devices(self) -> list[int]:

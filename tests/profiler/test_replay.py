@@ -1,0 +1,83 @@
+"""What waits cost: played again, steps take what they took, and without waits what the program without them takes."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from soloist.profiler.analysis import analyse
+from soloist.profiler.kineto import load_trace
+from soloist.profiler.replay import Replay
+from soloist.profiler.waits import find_waits
+from tests.profiler.decoding import analysis_of, decode, enqueue_step, read_item, trace_of
+from tests.profiler.simulated import Machine
+
+TRACES = Path(__file__).parent / "traces"
+# What a launch costs the host, and what a profiler adds to it.
+CALL_US, OVERHEAD_US = 4.0, 7.0
+
+
+@pytest.mark.parametrize("path", sorted(TRACES.glob("*.json.gz")), ids=lambda path: path.name.split(".")[0])
+def test_steps_recorded_on_a_gpu_take_as_long_when_they_are_played_again(path: Path):
+    trace = load_trace(path)
+    # As they were recorded.
+    trace.launch_overhead_us = None
+    steps = analyse(trace).steps
+    mean_ms = (steps.gpu_us[-1] - steps.gpu_us[0]) / len(steps) / 1e3
+    assert Replay(trace, steps, find_waits(trace)).step_ms(with_waits=True) == pytest.approx(mean_ms, rel=0.03)
+
+
+def read(machine: Machine) -> None:
+    read_item(machine)
+
+
+def synchronize(machine: Machine) -> None:
+    machine.synchronize("cudaDeviceSynchronize")
+
+
+@pytest.mark.parametrize("wait", [read, synchronize, Machine.pageable_copy, Machine.unseen_wait])
+# The GPU decides what a step takes without waits; the host does; and either, nearly.
+@pytest.mark.parametrize("busy_us", [0.0, 300.0, 650.0, 1500.0])
+def test_the_cost_is_what_the_program_without_waits_saves_when_nobody_records(
+    wait: Callable[[Machine], None], busy_us: float
+):
+    def step(machine: Machine, *, waits: bool) -> None:
+        if waits:
+            wait(machine)
+        machine.busy(busy_us)
+
+    real_ms = [
+        analysis_of(decode(lambda m, waits=waits: step(m, waits=waits), machine=Machine(call_us=CALL_US))).step_ms
+        for waits in (True, False)
+    ]
+    recorded = decode(lambda machine: step(machine, waits=True), machine=Machine(call_us=CALL_US + OVERHEAD_US))
+    trace = trace_of(recorded)
+    trace.launch_overhead_us = OVERHEAD_US
+    assert analyse(trace).loss_ms == pytest.approx(real_ms[0] - real_ms[1], rel=0.08, abs=0.004)
+
+
+def test_what_recording_costs_matters():
+    """A host that recording slows down comes late to its waits: they look shorter than they are."""
+    machine = decode(lambda m: (read(m), m.busy(1500.0)), machine=Machine(call_us=CALL_US + OVERHEAD_US))
+    trace = trace_of(machine)
+    slowed_ms = analyse(trace).loss_ms
+    trace.launch_overhead_us = OVERHEAD_US
+    assert analyse(trace).loss_ms > 1.5 * slowed_ms
+
+
+def test_a_wait_for_what_ended_long_ago_costs_what_its_call_takes():
+    machine = Machine()
+    for _ in range(20):
+        enqueue_step(machine)
+        machine.call("cudaEventSynchronize", 2.0)
+    assert analysis_of(machine).loss_ms == pytest.approx(0, abs=0.002)
+
+
+def test_pauses_that_are_there_without_waits_cost_nothing():
+    machine = Machine()
+    for _ in range(20):
+        for _ in range(8):
+            machine.launch("kernel", 50.0)
+            machine.free_us[7] += 12.0
+    analysis = analysis_of(machine)
+    assert analysis.loss_ms == 0 and analysis.idle_share > 0.1
