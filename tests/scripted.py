@@ -79,14 +79,16 @@ class Script(Drafter):
 
     name = "script"
 
-    def __init__(self, groups: Sequence[Sequence[int]], *, vocab_size: int, end_id: int = 0) -> None:
+    def __init__(
+        self, groups: Sequence[Sequence[int]], *, vocab_size: int, end_id: int = 0, max_context_len: int = 512
+    ) -> None:
         self.token_ids = [token for group in groups for token in group]
         # Tokens from each place to the end of its group.
         self._group_left = [left for group in groups for left in range(len(group), 0, -1)]
         self._end_id = end_id
         self._num_prompt = 0
         self.max_drafts = max(map(len, groups)) - 1
-        self.model = TableModel(vocab_size, self._logits)
+        self.model = TableModel(vocab_size, self._logits, max_context_len=max_context_len)
 
     def begin(self, prompt_ids: torch.Tensor, plan: SamplingPlan) -> None:
         self._num_prompt = prompt_ids.shape[0]

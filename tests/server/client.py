@@ -149,10 +149,12 @@ def make_tokenizer(folder: Path, chat_template: str | None = CHAT_TEMPLATE, **ba
     return Tokenizer.load(make_folder(folder, make_backend(**backend), tokenizer_config=config))
 
 
-def scripted_llm(tokenizer: Tokenizer, groups: list[str | list[int]], *, ends: bool = True) -> LLM:
+def scripted_llm(
+    tokenizer: Tokenizer, groups: list[str | list[int]], *, ends: bool = True, max_context_len: int = 512
+) -> LLM:
     """Make a model that says these texts or ids, one group a step; with `ends`, the end token behind them."""
     ids = [tokenizer.encode(group, allow_special=True) if isinstance(group, str) else group for group in groups]
     if ends:
         ids.append([tokenizer.eos_id])
-    script = Script(ids, vocab_size=tokenizer.num_tokens, end_id=tokenizer.eos_id)
+    script = Script(ids, vocab_size=tokenizer.num_tokens, end_id=tokenizer.eos_id, max_context_len=max_context_len)
     return LLM.of(script.engine(eos_token_ids=(tokenizer.eos_id,)), tokenizer, "scripted")

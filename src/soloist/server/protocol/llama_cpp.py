@@ -52,6 +52,7 @@ class ExtraFile(Schema):
 
     filename: str = ""
     text: str
+    time: Any = no_effect()
 
 
 class InfillRequest(NativeFields):
