@@ -4,6 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
+from soloist.kernels.check import use_reference
+from soloist.kernels.launch import HAS_TRITON
+
+if HAS_TRITON:
+    from soloist.kernels import lookup_triton
+
 # Entries before the first token, so that a window of a few tokens may begin anywhere.
 PADDING = 4
 # Stands where no token is; no id equals it.
@@ -39,5 +45,8 @@ class TokenHistory:
             committed_tokens: (T,) int64.
             context_len: () int32, position of the step's pending token.
         """
+        if not use_reference(committed_tokens):
+            lookup_triton.record(self.padded_ids, context_len, committed_tokens, num_padding=PADDING)
+            return
         places = context_len + 1 + torch.arange(committed_tokens.shape[0], device=committed_tokens.device)  # (T,)
         self.ids.index_copy_(0, places, committed_tokens)

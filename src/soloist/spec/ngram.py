@@ -7,10 +7,15 @@ Source: Saxena 2023, Prompt Lookup Decoding (github.com/apoorvumang/prompt-looku
 
 import torch
 
+from soloist.kernels.check import use_reference
+from soloist.kernels.launch import HAS_TRITON
 from soloist.runtime.buffers import SamplingPlan, StepBuffers
 from soloist.spec.drafter import Drafter
 from soloist.spec.history import PADDING, TokenHistory
 from soloist.spec.verify import Verdict
+
+if HAS_TRITON:
+    from soloist.kernels import lookup_triton
 
 DEFAULT_DRAFTS = 7
 # Tokens compared, the longest match first. One or two recur too often to say what follows them.
@@ -77,6 +82,18 @@ class PromptLookup(Drafter):
 
     def propose(self, buffers: StepBuffers, context_len: torch.Tensor) -> None:
         self.context_len.copy_(context_len)
+        if not use_reference(buffers.input_ids):
+            lookup_triton.lookup(
+                self.history.padded_ids,
+                context_len,
+                buffers.input_ids,
+                buffers.width,
+                num_padding=PADDING,
+                num_positions=self.positions.shape[0],
+                min_match=MIN_MATCH,
+                max_match=MAX_MATCH,
+            )
+            return
         candidates = self._candidates(context_len)
         if candidates.shape[0] == 0:
             buffers.width.clamp_max_(1)
