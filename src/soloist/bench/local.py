@@ -62,7 +62,7 @@ class Measurement:
     cold: RequestFigures
     warm: Summary
     floor: Floor
-    # By the GPU's clock; None on a CPU, and where the context has no room for them.
+    # By the GPU's clock; None on a CPU, with several ranks, and where the context has no room for them.
     steps: StepFigures | None
     memory: Memory
     # Clocks, power and temperature behind the last request.
@@ -166,7 +166,9 @@ def _floor(llm: LLM, warm: Summary) -> Floor:
 
 
 def _steps(llm: LLM, warm: Summary) -> StepFigures | None:
-    if llm.engine.runner.model.device.type != "cuda" or not has_room(llm.engine, warm.prompt_tokens):
+    model = llm.engine.runner.model
+    # Ranks take requests together, and nothing else.
+    if model.device.type != "cuda" or model.group.size > 1 or not has_room(llm.engine, warm.prompt_tokens):
         return None
     return measure_steps(llm.engine, context_len=warm.prompt_tokens, repeats=1)
 
