@@ -13,9 +13,11 @@ from soloist.kernels.sampling import target_probs
 from soloist.models import load_model
 from soloist.models.causal_lm import CausalLM
 from soloist.spec.draft_model import DraftModel
+from soloist.spec.dspark import DSpark
 from soloist.spec.verify import accept
 from tests.miniature import write_checkpoint
 from tests.spec.drafters import load_small, make_engine, prompt_of
+from tests.spec.dspark_right import PLANNING, PlanningTarget, make_text, right_config, right_model, right_tensors
 
 PROMPTS = [prompt_of(n, 53, seed=n) for n in (3, 5, 9, 12)]
 
@@ -186,3 +188,28 @@ def test_a_packed_target_answers_the_same_at_every_width(tmp_path: Path, weights
             load_reference=lambda: load_model(path, dtype=torch.float32),
         )
         assert report.checks[0].passed, (max_drafts, report.checks[0])
+
+
+def check_reading(config, *, num_answer: int = 100):
+    text = make_text(120)
+    target = PlanningTarget(text)
+    drafter = DSpark(right_model(target, config, right_tensors()))
+    answers = [draft_check._Answer(tokens=text[20 : 20 + num_answer], logprobs=[], state={})] * 2
+    return draft_check._check_reading(drafter, target, [text[:20]] * 2, answers)
+
+
+def test_a_dspark_draft_is_read_as_its_config_says():
+    check = check_reading(right_config())
+    assert check.passed and check.details["agreement"] == 1.0
+    assert check.details["num_anchors"] == 192
+
+
+def test_a_draft_that_is_read_wrongly_changes_nothing_and_fails_by_name():
+    wrong = right_config(target_layer_ids=tuple(layer + 1 for layer in PLANNING))
+    check = check_reading(wrong)
+    assert not check.passed and "target_layer_ids ought to be" in check.summary
+
+
+def test_answers_that_are_too_short_to_tell_do_not_pass():
+    check = check_reading(right_config(), num_answer=3)
+    assert not check.passed and "--tokens" in check.summary

@@ -103,6 +103,17 @@ def test_every_head_is_read(tmp_path: Path, target, layout: str, markov: str, co
     assert drafter.model.config.confidence_input == confidence == (confidence if drafter.has_confidences else None)
 
 
+def test_confidences_are_divided_by_their_slots_temperatures(tmp_path: Path, target):
+    draft = draft_for(target, confidence="hidden_and_markov")
+    plain = load(write_draft(tmp_path / "plain", deepspec_json(draft), draft.draw(1)), target).model.confidence
+    temperatures = [0.5, 1.0, 2.0, 4.0, 8.0]
+    config = deepspec_json(draft) | {"confidence_temperatures": temperatures}
+    drafter = load(write_draft(tmp_path / "calibrated", config, draft.draw(1)), target)
+    hidden, embedded = torch.randn(3, draft.hidden_size), torch.randn(3, draft.rank)
+    want = (plain(hidden, embedded).logit() / torch.tensor(temperatures[:3])).sigmoid()
+    assert (drafter.model.confidence(hidden, embedded) - want).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize("config", [dflash_json, lambda d: speculators_json(d, kind="dflash", slot0_predicts=None)])
 def test_dflash_predicts_in_place_and_borrows_its_heads(tmp_path: Path, target, config):
     draft = draft_for(target, markov=None, confidence=None)
@@ -274,6 +285,11 @@ def change(config: dict[str, Any], **keys: Any) -> dict[str, Any]:
             lambda d: change(deepspec_json(d), draft_vocab_size=99),
             "draft_vocab_size is 99; allowed: 1 to vocab_size, 67",
         ),
+        (
+            lambda d: change(deepspec_json(d), confidence_temperatures=[1.0, 2.0]),
+            r"confidence_temperatures is \[1.0, 2.0\]; allowed with a confidence head: 5 numbers above 0",
+        ),
+        (lambda d: change(deepspec_json(d), confidence_temperatures=[1.0] * 4 + [0.0]), "5 numbers above 0"),
         (lambda d: change(deepspec_json(d), block_size=0), "block_size is 0, which leaves nothing to draft"),
         (lambda d: change(dflash_json(d), block_size=1), "block_size is 1, which leaves nothing to draft"),
         (lambda d: change(deepspec_json(d), layer_types=["full_attention"]), "layer_types has 1 entries for 2 layers"),
