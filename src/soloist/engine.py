@@ -215,19 +215,23 @@ class Engine:
             )
         return params.max_tokens
 
-    def compile_ahead(self, plan: SamplingPlan, on_compiled: OnCompiled | None = None) -> None:
-        """Compile what reads prompts, and the step of requests with this plan, side by side; for what is captured.
+    def compile_ahead(self, plans: Sequence[SamplingPlan], on_compiled: OnCompiled | None = None) -> None:
+        """Compile what reads prompts, and the steps of requests with these plans, side by side; for what is captured.
 
         Between requests only, as `prepare`.
 
         Args:
-            plan: of the requests.
-            on_compiled: called with (kernels compiled, kernels to compile).
+            plans: of the requests.
+            on_compiled: called with (kernels compiled, kernels to compile), for each plan.
         """
-        if self.execution.is_captured:
+        if not self.execution.is_captured:
+            return
+        passes = self.runner.prompt_passes()
+        for plan in plans:
             with self._behind_the_end(plan):
                 steps = [self.make_step(plan, is_drafting=is_drafting) for is_drafting in self._kinds]
-                compile_ahead([*self.runner.prompt_passes(), *steps], on_compiled)
+                compile_ahead([*passes, *steps], on_compiled)
+            passes = []
 
     def prepare(self, plan: SamplingPlan) -> None:
         """Capture the step of requests with this plan, if steps are captured and this one is not yet.
