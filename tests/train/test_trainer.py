@@ -1,10 +1,13 @@
 """The loop: goes on to the same bits, the same over processes, refuses what does not fit."""
 
+import importlib
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,6 +39,30 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(tmp_path: Path):
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 4, 6, 8]
     assert 1 <= lines[-1]["acceptance_length"] <= 6
+
+
+def test_figures_go_to_tensorboard_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    written = []
+
+    class SummaryWriter:
+        def __init__(self, folder: Path) -> None:
+            assert folder == tmp_path / "run" / "tensorboard"
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            written.append((name, step))
+
+        def flush(self) -> None:
+            pass
+
+    find_spec, import_module = importlib.util.find_spec, importlib.import_module
+    module = SimpleNamespace(SummaryWriter=SummaryWriter)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "tensorboard" or find_spec(name))
+    monkeypatch.setattr("importlib.import_module", lambda n: module if "tensorboard" in n else import_module(n))
+    target = load_target(tmp_path / "target")
+    trainer = Trainer(target, make_texts(target, 12), make_settings(num_steps=2), folder=tmp_path / "run")
+    trainer.run()
+    trainer.measure()
+    assert ("step/loss", 2) in written and ("held out/greedy_acceptance_length", 2) in written
 
 
 def test_a_checkpoint_of_another_run_is_refused_by_what_differs(tmp_path: Path):

@@ -157,12 +157,11 @@ def train(
     prompts = read_prompts(data, make_reader(llm), limit=num_prompts, max_prompt_tokens=limit, seed=seed)
     answering = _make_source(llm, model, source, url, url_model, num_tokens=num_tokens, batch=batch)
     ratio = bytes_ratio(target, settings.shape.config_for(target.config))
-    with Bar("answering") as answers, Bar("training") as bar:
+    with Bar("answering") as bar:
 
         def on_step(figures: "Figures", num_steps: int, tok_per_s: float) -> None:
             length = figures.acceptance_length
-            title = f"{length:.2f} tokens a step predicted, {length * ratio:.2f} times as fast"
-            bar.retitle(title)
+            bar.retitle(f"training: {length:.2f} tokens a step, {length * ratio:.2f} times as fast predicted")
             bar(figures.step, num_steps)
 
         outcome = train_draft(
@@ -175,7 +174,7 @@ def train(
             num_tokens=llm.engine.runner.buffers.num_tokens,
             data=f"{len(prompts)} prompts from {data.name}",
             store_budget_bytes=None if store_gb is None else int(store_gb * 1e9),
-            progress=Progress(on_answer=answers, on_plan=lambda plan: print_dim(plan.describe()), on_step=on_step),
+            progress=Progress(on_answer=bar, on_plan=lambda plan: print_dim(plan.describe()), on_step=on_step),
         )
     if dist.is_initialized():
         is_first = dist.get_rank() == 0

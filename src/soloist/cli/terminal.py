@@ -39,7 +39,7 @@ class Bar:
             self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
             self._progress.start()
             self._progress.add_task(self._title, total=total)
-        self._progress.update(self._progress.task_ids[0], completed=done)
+        self._progress.update(self._progress.task_ids[0], completed=done, total=total)
 
     def retitle(self, title: str) -> None:
         """Say something else before the bar from now on."""

@@ -5,8 +5,6 @@ equals a prefill of it.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -115,24 +113,6 @@ def feed_forward_packed(block: FeedForward, x: torch.Tensor, index: int, on_rout
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layers:
-    """The layers' passes, as they are or compiled: less than half the time on a GPU, for a minute of compiling."""
-
-    kda: Callable[..., torch.Tensor] = _mix_by_kda
-    mla: Callable[..., torch.Tensor] = _mix_by_mla
-    attention: Callable[..., torch.Tensor] = _mix_by_attention
-    feed_forward: Callable[..., torch.Tensor] = feed_forward_packed
-
-    @classmethod
-    def compiled(cls) -> Self:
-        """Compile each for the shapes it meets: give packs of one shape."""
-        return cls(**{name: torch.compile(getattr(cls, name)) for name in cls.__dataclass_fields__})
-
-
-PLAIN_LAYERS = Layers()
-
-
 def forward_packed(
     model: CausalLM,
     input_ids: torch.Tensor,
@@ -141,7 +121,6 @@ def forward_packed(
     capture_layers: Sequence[int] = (),
     dtype: torch.dtype | None = None,
     on_route: OnRoute | None = None,
-    layers: Layers = PLAIN_LAYERS,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Run the decoder over packed documents.
 
@@ -152,7 +131,6 @@ def forward_packed(
         capture_layers: as in `HiddenCapture`.
         dtype: of activations. None: the model's.
         on_route: hears what every router decides.
-        layers: their passes.
 
     Returns:
         (T, D) residual stream before the final norm, and for each capture layer (T, D) the residual stream behind it.
@@ -165,14 +143,14 @@ def forward_packed(
     if isinstance(model, HybridCausalLM):
         for index, (mixer, feed_forward) in enumerate(zip(model.mixers, model.feed_forwards, strict=True)):
             if isinstance(mixer, KimiDeltaAttention):
-                x = layers.kda(mixer, x, documents)
+                x = _mix_by_kda(mixer, x, documents)
             else:
-                x = layers.mla(mixer, x, documents, model.rotary)
-            x = kept[index] = layers.feed_forward(feed_forward, x, index, on_route)
+                x = _mix_by_mla(mixer, x, documents, model.rotary)
+            x = kept[index] = feed_forward_packed(feed_forward, x, index, on_route)
     elif isinstance(model, DenseCausalLM):
         for index, (attention, mlp) in enumerate(model.layers):
-            x = layers.attention(attention, x, documents, model.rotary)
-            x = kept[index] = layers.feed_forward(mlp, x, index, on_route)
+            x = _mix_by_attention(attention, x, documents, model.rotary)
+            x = kept[index] = feed_forward_packed(mlp, x, index, on_route)
     else:
         raise UnsupportedError(f"{model.architecture} has no training form")
     return x, [kept[layer] for layer in capture_layers]
@@ -185,7 +163,6 @@ def forward_packed_mtp(
     documents: Documents,
     *,
     on_route: OnRoute | None = None,
-    layers: Layers = PLAIN_LAYERS,
 ) -> torch.Tensor:
     """Run the next-token-prediction layer over packed documents.
 
@@ -195,7 +172,6 @@ def forward_packed_mtp(
         token_ids: (T,) int64, each the token one position to the right.
         documents: of these T rows.
         on_route: hears what its router decides, as layer `num_hidden_layers`.
-        layers: their passes.
 
     Returns:
         (T, D) behind the layer's own final norm: for the output head as it is.
@@ -203,8 +179,8 @@ def forward_packed_mtp(
     eps = mtp.config.rms_norm_eps
     e = op.rms_norm(F.embedding(token_ids, mtp.target.embed_tokens).to(hidden.dtype), mtp.enorm, eps)
     x = op.linear(torch.cat([e, op.rms_norm(hidden, mtp.hnorm, eps)], dim=-1), dense(mtp.eh_proj))
-    x = layers.mla(mtp.mixer, x, documents, mtp.target.rotary)
-    x = layers.feed_forward(mtp.feed_forward, x, mtp.config.num_hidden_layers, on_route)
+    x = _mix_by_mla(mtp.mixer, x, documents, mtp.target.rotary)
+    x = feed_forward_packed(mtp.feed_forward, x, mtp.config.num_hidden_layers, on_route)
     return op.rms_norm(x, mtp.final_layernorm, eps)
 
 

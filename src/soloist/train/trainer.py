@@ -5,6 +5,8 @@ one that is spread over processes computes the same. Parameters and optimiser ar
 """
 
 import hashlib
+import importlib
+import importlib.util
 import json
 import math
 import time
@@ -38,7 +40,7 @@ from soloist.train.settings import TrainSettings
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Adam's memory of gradients and of their squares.
 BETAS = (0.9, 0.95)
-STATE_NAME = "training-state.safetensors"
+STATE_NAME, METRICS_NAME = "training-state.safetensors", "metrics.jsonl"
 # Batches of held-out texts that figures are taken from.
 MAX_HELD_OUT_BATCHES = 8
 
@@ -169,6 +171,8 @@ class Trainer:
             fused=self.device.type == "cuda",
         )
         self.step = 0
+        # A TensorBoard writer, if the package is installed.
+        self._board: Any = None
         if folder is not None and (folder / STATE_NAME).is_file():
             self._resume(folder / STATE_NAME)
 
@@ -191,7 +195,7 @@ class Trainer:
                 now_s = time.perf_counter()
                 tok_per_s = num_tokens / (now_s - logged_s)
                 logged_s, num_tokens = now_s, 0
-                self._log({"kind": "step", **vars(found), "tok_per_s": tok_per_s})
+                self._log("step", found, tok_per_s=tok_per_s)
                 if on_step is not None:
                     on_step(found, s.num_steps, tok_per_s)
             if self.step % s.checkpoint_every == 0 or self.step == stop:
@@ -266,14 +270,21 @@ class Trainer:
             loss, figures = self._step(batch, states, self._totals(batch), False)
             results.append((batch, loss, figures))
         found = self._summarise(results)
-        self._log({"kind": "held out", **vars(found)})
+        self._log("held out", found)
         return found
 
-    def _log(self, line: dict[str, Any]) -> None:
-        if self.folder is not None and self.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with (self.folder / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(line) + "\n")
+    def _log(self, kind: str, figures: Figures, **more: float) -> None:
+        if self.folder is None or self.rank != 0:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / METRICS_NAME).open("a") as file:
+            file.write(json.dumps({"kind": kind} | vars(figures) | more) + "\n")
+        if self._board is None and importlib.util.find_spec("tensorboard") is not None:
+            self._board = importlib.import_module("torch.utils.tensorboard").SummaryWriter(self.folder / "tensorboard")
+        if self._board is not None:
+            for name in ("loss", "acceptance_length", "greedy_acceptance_length"):
+                self._board.add_scalar(f"{kind}/{name}", getattr(figures, name), figures.step)
+            self._board.flush()
 
     def save_state(self) -> None:
         """Write parameters, the optimiser's memory and the step, whole or not at all."""
