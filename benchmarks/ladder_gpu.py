@@ -9,7 +9,7 @@ import gc
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from soloist.models.causal_lm import CausalLM
 from soloist.roofline import measure_bandwidth
 from soloist.runtime.graph import Execution
 from soloist.runtime.runner import ModelRunner
+from soloist.sampling_params import SamplingParams
 from soloist.spec.draft_model import DraftModel
 from soloist.spec.drafter import Drafter, NoDrafter
 from soloist.spec.dspark import DSpark, make_random_dspark
@@ -49,10 +50,13 @@ class Case:
     acceptance_length: float | None = None
 
 
-# Beside the rungs, without a draft: what the last one is held against, and the device loop alone.
+# Beside the rungs, without a draft: what the last one is held against, the device loop alone, and what drawing costs.
+_CAPTURED = Execution(is_captured=True, run_ahead=2, has_pdl=True)
+_SAMPLED = SamplingParams(temperature=0.8, top_k=50, top_p=0.95)
 ALONE = {
-    "graph only": Execution(is_captured=True, run_ahead=0, has_pdl=False, has_fused_moe=False, has_bf16_head=False),
-    "device loop without a draft": Execution(is_captured=True, run_ahead=0, has_pdl=True, has_device_loop=True),
+    "graph only": (replace(_CAPTURED, run_ahead=0, has_pdl=False, has_fused_moe=False, has_bf16_head=False), None),
+    "device loop without a draft": (replace(_CAPTURED, run_ahead=0, has_device_loop=True), None),
+    "sampled without a draft": (_CAPTURED, _SAMPLED),
 }
 CASES = {
     "ling3-tiny-ladder": Case(config="ling-3.0-tiny", drafters=("dspark",), width=9, acceptance_length=4.7),
@@ -109,6 +113,7 @@ class Bench:
         width: int = 1,
         acceptance_length: float | None = None,
         is_adaptive: bool = False,
+        params: SamplingParams | None = None,
     ) -> tuple[StepFigures, dict[str, Any]]:
         """Measure one form of the step; give also its floor."""
         inner, draft_bytes = (NoDrafter(), 0.0) if drafter is None else self.make_drafter(drafter, width)
@@ -129,7 +134,7 @@ class Bench:
         )
         if is_adaptive:
             engine.adapt_width(measure(engine))
-        figures = measure_steps(engine, context_len=self.context_len)
+        figures = measure_steps(engine, context_len=self.context_len, params=params or SamplingParams())
         with torch.inference_mode():
             experts = count_distinct_experts(self.target, runner)
         mean_width = round(figures.mean_width)
@@ -202,8 +207,8 @@ def climb(bench: Bench, name: str, case: Case) -> Result:
         gc.collect()
         torch.cuda.empty_cache()
     details: dict[str, Any] = {}
-    for title, execution in ALONE.items():
-        figures_alone, _ = bench.measure(execution)
+    for title, (execution, params) in ALONE.items():
+        figures_alone, _ = bench.measure(execution, params=params)
         details[title] = {
             "step_ms_median": figures_alone.step_ms.median,
             "idle_share": figures_alone.idle_share,

@@ -24,7 +24,7 @@ from soloist.sampling_params import SamplingParams
 from soloist.spec.drafter import Drafter
 from soloist.spec.verify import Verdict
 
-_PLAN = SamplingPlan.of(SamplingParams())
+_GREEDY = SamplingParams()
 # Steps of a measurement: at least these tokens, unless that takes longer than this; and never fewer steps than these.
 _TOKENS, _SECONDS, _FEWEST_STEPS = 512, 1.5, 48
 # Steps at the begin that do not count.
@@ -111,9 +111,10 @@ class StepMeter:
     Args:
         engine: on a GPU, with room for the context and what is measured behind it.
         context_len: tokens in the cache before the first step.
+        params: how tokens are drawn.
     """
 
-    def __init__(self, engine: Engine, *, context_len: int) -> None:
+    def __init__(self, engine: Engine, *, context_len: int, params: SamplingParams = _GREEDY) -> None:
         runner = engine.runner
         device = runner.model.device
         assert has_room(engine, context_len), "no room for the steps that are measured"
@@ -122,7 +123,8 @@ class StepMeter:
         # (slots, 2) int64: see `stamp`.
         self.times = torch.zeros(_NUM_SLOTS, 2, dtype=torch.int64, device=device)
         self._num_steps = torch.zeros((), dtype=torch.int64, device=device)
-        step = engine.make_step(_PLAN)
+        self._params, self._plan = params, SamplingPlan.of(params)
+        step = engine.make_step(self._plan)
 
         def timed_step() -> None:
             stamp(self.times, self._num_steps, is_end=False)
@@ -130,7 +132,7 @@ class StepMeter:
             stamp(self.times, self._num_steps, is_end=True)
 
         self._launch, self.num_nodes, self.num_programmatic = timed_step, None, None
-        engine.drafter.begin(self._prompt, _PLAN)
+        engine.drafter.begin(self._prompt, self._plan)
         if engine.execution.is_captured:
             runner.buffers.end()
             graph = engine.capture(timed_step)
@@ -144,8 +146,8 @@ class StepMeter:
         engine.ring.reset()
         if engine.width_rule is not None:
             engine.width_rule.begin()
-        buffers.begin(self._prompt.tolist(), SamplingParams(), seed=0, max_tokens=self._room, stop_ids=())
-        engine.drafter.begin(self._prompt, _PLAN)
+        buffers.begin(self._prompt.tolist(), self._params, seed=0, max_tokens=self._room, stop_ids=())
+        engine.drafter.begin(self._prompt, self._plan)
         cache.reset()
         engine.runner.prefill(self._prompt[:-1], on_chunk=engine.drafter.prefill_chunk)
         self._num_steps.zero_()
@@ -191,15 +193,18 @@ class Run:
 
 
 @torch.inference_mode()
-def measure_steps(engine: Engine, *, context_len: int, repeats: int = 3) -> StepFigures:
+def measure_steps(
+    engine: Engine, *, context_len: int, repeats: int = 3, params: SamplingParams = _GREEDY
+) -> StepFigures:
     """Time an engine's steps behind a context of random tokens. Between requests only; the sequence is forgotten.
 
     Args:
         engine: on a GPU, with room for the context and what is measured behind it.
         context_len: tokens in the cache before the first step.
         repeats: at least 1.
+        params: how tokens are drawn.
     """
-    meter = StepMeter(engine, context_len=context_len)
+    meter = StepMeter(engine, context_len=context_len, params=params)
     runs = [meter.run() for _ in range(repeats)]
     records = [record for run in runs for record in run.records[_SKIPPED_STEPS:-1]]
     medians = [statistics.median(run.step_ms) for run in runs]
