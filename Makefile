@@ -25,7 +25,7 @@ EVALUATION_VENV := $(VENV)-evaluation
 EVALUATION_STAMP := $(EVALUATION_VENV)/stamp
 export PROMPT
 
-.PHONY: help run test test-clients test-browser test-replicas fuzz check docs bench-cpu test-gpu bench-gpu clean
+.PHONY: help run test test-clients test-browser test-replicas fuzz check docs bench-cpu test-gpu bench-gpu bench-gpu-ladder bench-gpu-peers clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -67,13 +67,20 @@ bench-cpu: $(RUN_STAMP)  ## Compare with other engines on this CPU: builds them 
 test-gpu:  ## Every kernel and the captured step on this machine's GPU, with PYTHON's own packages
 	PYTHONPATH=src $(PYTHON) -m pytest -q -p no:cacheprovider -n 12 tests/kernels tests/runtime tests/profiler \
 	    tests/spec/test_draft_graph.py \
-	    -k "(triton or head or graph or cuda or gpu or loop or waits) and not machine_code"
+	    -k "(triton or head or graph or cuda or gpu or loop or waits or ahead) and not machine_code"
 
 bench-gpu:  ## Decode and verify steps of full-size models, and every kernel, on this machine's GPU
 	PYTHONPATH=src $(PYTHON) benchmarks/decode_gpu.py qwen2-1.5b-nodraft ling3-tiny-nodraft ling3-tiny-verify \
 	    ling3-flash-shard2-nodraft ling3-flash-shard2-verify
 	PYTHONPATH=src $(PYTHON) benchmarks/kernels_hybrid.py --shapes flash-tp1,flash-tp2,tiny \
 	    --json benchmarks/results/h200/kernels.json
+
+bench-gpu-ladder:  ## What each switch of a step gives, drafts by width, the way to the first token, on this machine's GPU
+	PYTHONPATH=src $(PYTHON) benchmarks/ladder_gpu.py qwen2-1.5b-ladder qwen2-1.5b-drafts ling3-tiny-ladder
+	PYTHONPATH=src $(PYTHON) benchmarks/startup_gpu.py
+
+bench-gpu-peers:  ## PyTorch and transformers beside this engine in one run, on this machine's GPU
+	PYTHONPATH=src $(PYTHON) benchmarks/peers_gpu.py
 
 clean:  ## Remove the environment and every cache
 	rm -rf $(VENV) $(REPLICAS_VENV) $(EVALUATION_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
