@@ -105,15 +105,25 @@ def mla_output(x: Tensor, a: Tensor, gate: Tensor, o_proj: Tensor) -> Tensor:
     return x + op.linear((a * gate.float().sigmoid()[..., None]).to(x.dtype).flatten(1), o_proj)
 
 
+def is_among_largest(x: Tensor, count: int) -> Tensor:
+    """Say which entries are among the `count` largest of the last axis, the earlier one first among equals.
+
+    All pairs are compared: for so few entries that fuses into one pass, and a sort does not.
+    """
+    places = torch.arange(x.shape[-1], device=x.device)
+    one, other = x[..., :, None], x[..., None, :]
+    is_ahead = (other > one) | ((other == one) & (places < places[:, None]))
+    return is_ahead.sum(-1) < count
+
+
 def route(logits: Tensor, bias: Tensor, s: RouterSettings) -> Tensor:
     """Give every expert's weight for every token, (T, E) fp32, zero where it was not chosen; as `route_ref`."""
     scores = logits.sigmoid()
     biased = (scores + bias).detach().unflatten(-1, (s.n_group, -1))  # (T, n_group, E / n_group)
-    group_scores = biased.topk(2, dim=-1).values.sum(-1)
-    kept = torch.zeros_like(group_scores).scatter(1, group_scores.topk(s.topk_group, dim=-1).indices, 1.0)
-    biased = biased.masked_fill(kept[..., None] == 0, -torch.inf).flatten(1)
-    chosen = torch.zeros_like(scores).scatter(1, biased.topk(s.num_experts_per_tok, dim=-1).indices, 1.0)
-    weights = scores * chosen
+    group_scores = (biased * is_among_largest(biased, 2)).sum(-1)
+    is_kept = is_among_largest(group_scores, s.topk_group)
+    biased = biased.masked_fill(~is_kept[..., None], -torch.inf).flatten(1)
+    weights = scores * is_among_largest(biased, s.num_experts_per_tok)
     return weights / (weights.sum(-1, keepdim=True) + 1e-20) * s.routed_scaling_factor
 
 

@@ -14,18 +14,19 @@ import json
 import math
 import shutil
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from data import Batch, Loader, make_batch, packs
+from data import MAX_LEN, Batch, Loader, make_batch, packs
 from forward import Forward, limit_tuning
 from optimizer import Optimizer
 from torch import Tensor
 
 from soloist.models.bailing_moe_v3 import BailingMoeV3Config, BailingMoeV3ForCausalLM, BailingMoeV3MTP
 from soloist.models.loader import Placement, RandomSource
+from soloist.train.generate import Request, generate
 from soloist.train.parameters import TrainableSource
 
 HERE = Path(__file__).parent
@@ -40,36 +41,33 @@ class Settings:
     """Of a run; times are shares of its seconds."""
 
     seconds: float
-    # T of a pack.
-    num_tokens: int = 65536
+    # T of a pack: enough that the GPU, and not the host, sets the pace.
+    num_tokens: int = 98304
     lr: float = 4e-3
     weight_decay: float = 0.1
     warm_up: float = 0.02
-    # Where the rate begins to fall, and where it is as low as it gets.
-    decay_start: float = 0.5
-    decay_end: float = 0.9
-    lowest_rate: float = 0.05
+    # Where the rate begins to fall, to nothing at the end.
+    decay_start: float = 0.45
     mtp_weight: float = 0.3
-    # How far a step moves an expert's selection bias.
-    bias_step: float = 1e-3
+    # How far a step moves an expert's selection bias at full rate.
+    bias_step: float = 4e-3
     # Where unlikelihood training begins.
-    polish_start: float = 0.9
+    polish_start: float = 0.86
     polish_weight: float = 1.0
-    # Tokens of a prompt and of its continuation, and the run of tokens that may not come twice.
-    prompt_len: int = 128
+    # Continuations generated at once, tokens of a prompt and of its continuation, and the run that may not come twice.
+    num_continuations: int = 1024
+    prompt_len: int = 96
     continuation_len: int = 128
     run_len: int = 6
-    # Steps on one set of continuations.
-    polish_steps: int = 4
-    save_every_s: float = 60.0
+    # Steps between two lines of the log, and seconds between two checkpoints.
     log_every: int = 50
+    save_every_s: float = 120.0
 
     def rate(self, progress: float) -> float:
         """Give the learning rate at a share of the time, as a share of `lr`."""
         if progress < self.warm_up:
             return max(progress / self.warm_up, 0.01)
-        fall = min(max((progress - self.decay_start) / (self.decay_end - self.decay_start), 0.0), 1.0)
-        return 1.0 - fall * (1.0 - self.lowest_rate)
+        return min((1.0 - progress) / (1.0 - self.decay_start), 1.0)
 
 
 def make_model(
@@ -152,10 +150,9 @@ class Trainer:
         (loss + s.mtp_weight * mtp_loss).backward()
         figures = {"loss": loss.detach(), "mtp_loss": mtp_loss.detach()}
         if polish is not None:
-            batch, is_repeat = polish
-            unlikelihood = self.unlikelihood(batch, is_repeat)
+            unlikelihood = self.unlikelihood(*polish)
             (s.polish_weight * unlikelihood).backward()
-            figures |= {"unlikelihood": unlikelihood.detach(), "repeats": is_repeat.float().sum() / self.num_generated}
+            figures |= {"unlikelihood": unlikelihood.detach(), "repeats": polish[1].float().mean()}
         figures["grad_norm"] = self.optimizer.step(s.rate(progress))
         for bias, load, count in zip(self.expert_biases, self.load, counts, strict=True):
             bias.add_((count.mean() - count).sign(), alpha=s.bias_step * s.rate(progress))
@@ -164,59 +161,74 @@ class Trainer:
         return figures
 
     def unlikelihood(self, batch: Batch, is_repeat: Tensor) -> Tensor:
-        """Give -log(1 - p) of the tokens (T,) that repeat a run, a mean over all that were generated."""
+        """Give -log(1 - p) of the labels that repeat a run, as a mean over all that continue their prompt."""
         hidden, _ = self.forward.hidden(batch.pack, self.dtype)
-        log_p = -self.forward.token_losses(hidden, self.forward.model.lm_head, batch.labels)
-        other = torch.log1p(-log_p.exp().clamp(max=1 - 1e-4))
-        return -(other * is_repeat).sum() / self.num_generated
+        losses = self.forward.token_losses(hidden, self.forward.model.lm_head, batch.labels)
+        # Below this, 1 - p is lost in fp32.
+        other = torch.log(-torch.expm1(-losses.clamp(min=1e-6)))
+        return -(other * is_repeat).sum() / (batch.labels >= 0).sum()
 
-    @property
-    def num_generated(self) -> int:
-        """Tokens of one set of continuations."""
-        s = self.settings
-        return s.num_tokens // (s.prompt_len + s.continuation_len) * s.continuation_len
-
-    @torch.no_grad()
-    def continue_prompts(self) -> tuple[Batch, Tensor]:
-        """Continue the beginnings of documents greedily.
+    def continue_prompts(self) -> list[tuple[Batch, Tensor]]:
+        """Continue the beginnings of training documents greedily.
 
         Returns:
-            The continued documents as a pack, and (T,) bool: whether a position's label closes a run of tokens that
-            its continuation has held before.
+            Packs whose labels are the continuations' tokens, and (T,) bool: whether a label closes a run of tokens
+            that its continuation has held before.
         """
-        s = self.settings
-        total = s.prompt_len + s.continuation_len
-        num_documents = s.num_tokens // total
-        tokens = self.loader.tokens
-        starts = np.random.default_rng(self.num_steps).integers(0, len(tokens) - s.prompt_len, num_documents)
-        rows = np.zeros((num_documents, total), dtype=np.int64)
-        rows[:, : s.prompt_len] = tokens[starts[:, None] + np.arange(s.prompt_len)]
-        lengths = np.full(num_documents, total)
-        batch = make_batch(rows.reshape(-1), lengths, self.device)
-        ids = batch.pack.input_ids.view(num_documents, total)
-        for place in range(s.prompt_len, total):
-            hidden, _ = self.forward.hidden(batch.pack, self.dtype)
-            last = hidden.view(num_documents, total, -1)[:, place - 1]
-            ids[:, place] = (last @ self.forward.model.lm_head.to(last.dtype).T)[:, : self.end + 1].argmax(-1)
-        is_repeat = torch.zeros_like(ids, dtype=torch.bool)
-        runs = ids[:, s.prompt_len :].unfold(1, s.run_len, 1)  # (n, runs, run_len)
-        same = (runs[:, :, None] == runs[:, None]).all(-1).tril(-1).any(-1)  # (n, runs)
-        # A position's label is the token behind it.
-        is_repeat[:, s.prompt_len + s.run_len - 2 : -1] = same
-        labels = ids.roll(-1, dims=1)
-        labels[:, -1] = -100
-        return Batch(
-            pack=batch.pack, next_ids=batch.next_ids, labels=labels.flatten(), mtp_labels=batch.mtp_labels
-        ), is_repeat.flatten()
+        s, tokens = self.settings, self.loader.tokens
+        draw = np.random.default_rng(self.num_steps)
+        starts = draw.integers(0, len(tokens) - s.prompt_len, s.num_continuations)
+        requests = [
+            Request(prompt_ids=tuple(tokens[start : start + s.prompt_len].tolist()), temperature=0.0)
+            for start in starts
+        ]
+        answers = generate(
+            self.forward.model,
+            requests,
+            max_new_tokens=s.continuation_len,
+            num_tokens=self.end + 1,
+            eos_token_ids=[self.end],
+            seed=0,
+            dtype=self.dtype,
+        )
+        done: list[tuple[Batch, Tensor]] = []
+        rows: list[tuple[int, ...]] = []
+        for answer in answers:
+            if sum(map(len, rows)) + len(answer.token_ids) > s.num_tokens:
+                done.append(self._pack_answers(rows))
+                rows = []
+            rows.append(answer.token_ids)
+        return [*done, self._pack_answers(rows)]
 
-    @torch.no_grad()
+    def _pack_answers(self, rows: list[tuple[int, ...]]) -> tuple[Batch, Tensor]:
+        """Lay answered prompts out, with a document of no account behind them; see `continue_prompts`."""
+        s = self.settings
+        lengths = [len(row) for row in rows]
+        rest = s.num_tokens - sum(lengths)
+        fill = [min(rest - start, MAX_LEN) for start in range(0, rest, MAX_LEN)]
+        ids = np.concatenate([*map(np.array, rows), np.full(rest, self.end)])
+        labels = torch.full((s.num_tokens,), -100)
+        is_repeat = torch.zeros(s.num_tokens, dtype=torch.bool)
+        start = 0
+        for row in rows:
+            answer = row[s.prompt_len :]
+            seen: set[tuple[int, ...]] = set()
+            for place, token in enumerate(answer):
+                at = start + s.prompt_len + place - 1
+                labels[at] = token
+                if place + 1 >= s.run_len:
+                    run = answer[place + 1 - s.run_len : place + 1]
+                    is_repeat[at] = run in seen
+                    seen.add(run)
+            start += len(row)
+        batch = make_batch(ids, np.array(lengths + fill), self.device)
+        return replace(batch, labels=labels.to(self.device)), is_repeat.to(self.device)
+
     def evaluate(self) -> dict[str, float]:
-        """Give the held-out losses, in nats a token."""
-        losses = [self.losses(batch)[:2] for batch in self.held_out]
-        return {
-            "held_out_loss": float(torch.stack([loss for loss, _ in losses]).mean()),
-            "held_out_mtp_loss": float(torch.stack([loss for _, loss in losses]).mean()),
-        }
+        """Give the held-out losses, in nats a token; with gradients that nobody takes, as they are compiled anyway."""
+        losses = [[loss.detach() for loss in self.losses(batch)[:2]] for batch in self.held_out]
+        means = torch.tensor(losses).mean(0)
+        return {"held_out_loss": round(float(means[0]), 4), "held_out_mtp_loss": round(float(means[1]), 4)}
 
     def save(self, name: str) -> None:
         """Write the checkpoint beside its place, then put it there."""
@@ -245,22 +257,16 @@ class Trainer:
         s = self.settings
         self.report(0.0, self.step(0.0))
         self.start_s = last_save = time.perf_counter()
-        polish, uses = None, 0
-        is_polished = False
+        polish: list[tuple[Batch, Tensor]] = []
         while True:
             progress = (time.perf_counter() - self.start_s) / s.seconds
             if progress >= 1.0:
                 break
-            if progress >= s.polish_start:
-                if not is_polished:
-                    self.save("plain")
-                    self.report(progress, {}, **self.evaluate())
-                    is_polished = True
-                if polish is None or uses == s.polish_steps:
-                    polish, uses = self.continue_prompts(), 0
-                uses += 1
-            figures = self.step(progress, polish)
-            if self.num_steps % s.log_every == 0 or (polish is not None and uses == 1):
+            is_new = progress >= s.polish_start and not polish
+            if is_new:
+                polish = self.continue_prompts()
+            figures = self.step(progress, polish.pop() if polish else None)
+            if self.num_steps % s.log_every == 0 or is_new:
                 if not math.isfinite(float(figures["loss"])):
                     raise SystemExit(f"the loss is {float(figures['loss'])} at step {self.num_steps}")
                 self.report(progress, figures)

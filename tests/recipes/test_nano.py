@@ -1,5 +1,6 @@
 """The recipe of soloist-nano: its corpus, its packs, its forward pass against the training forms, its measurements."""
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -115,19 +116,33 @@ def test_a_few_steps_lower_the_loss_and_the_checkpoint_is_read_back(config, tmp_
         np.save(tmp_path / f"{name}.npy", np.concatenate(rows).astype(np.uint16))
     (tmp_path / "tokenizer.json").write_text("{}")
     settings = train.Settings(
-        seconds=1.0, num_tokens=64, lr=0.01, prompt_len=16, continuation_len=16, run_len=2, log_every=1
+        seconds=1.0, num_tokens=64, lr=0.01, num_continuations=5, prompt_len=8, continuation_len=12, run_len=2
     )
     trainer = train.Trainer(settings, tmp_path, tmp_path, torch.device("cpu"), config)
-    losses = [float(trainer.step(0.5)["loss"]) for _ in range(20)]
+    losses = [float(trainer.step(0.3)["loss"]) for _ in range(20)]
     assert np.mean(losses[-4:]) < np.mean(losses[:4]) - 0.5
-    batch, is_repeat = trainer.continue_prompts()
-    ids = batch.pack.input_ids.view(2, 32)
-    for row, repeats in zip(ids.tolist(), is_repeat.view(2, 32).tolist(), strict=True):
-        runs = [tuple(row[i : i + 2]) for i in range(16, 31)]
-        expected = {16 + i for i, run in enumerate(runs) if run in runs[:i]}
-        # Position t is told whether token t + 1 closes a run that has been.
-        assert {place for place, flag in enumerate(repeats) if flag} == expected
-    assert float(trainer.step(0.95, (batch, is_repeat))["unlikelihood"]) >= 0
+    polish = trainer.continue_prompts()
+    num_documents = 0
+    for batch, is_repeat in polish:
+        bounds = batch.pack.cu_seqlens.tolist()
+        ids = batch.pack.input_ids.tolist()
+        for start, stop in itertools.pairwise(bounds):
+            answer = ids[start + 8 : stop]
+            labels, repeats = batch.labels[start + 7 : stop - 1].tolist(), is_repeat[start:stop].tolist()
+            if not answer or labels != answer:
+                assert batch.labels[start:stop].unique().tolist() == [-100] and not any(repeats)
+                continue
+            num_documents += 1
+            runs = list(itertools.pairwise(answer))
+            # Position t is told whether token t + 1 closes a run that has been.
+            assert {t for t, flag in enumerate(repeats) if flag} == {
+                8 + i for i, run in enumerate(runs) if run in runs[:i]
+            }
+    assert num_documents == 5
+    before = float(trainer.unlikelihood(*polish[0]))
+    for _ in range(3):
+        figures = trainer.step(0.3, polish[0])
+    assert 0 <= float(figures["unlikelihood"]) < before
     trainer.save("target")
     model = load_model(tmp_path / "target", dtype=torch.float32, weights_dtype="fp32")
     ours = trainer.forward.model.feed_forwards[1].gate_up

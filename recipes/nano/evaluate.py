@@ -1,0 +1,218 @@
+"""Measures soloist-nano on held-out code: bits per byte beside gzip and an n-gram model, and what it writes.
+
+Prompts are beginnings of top-level functions and classes of held-out files. A completion counts as parsing if, cut
+behind its last complete statement, prompt and completion are valid Python and something of the completion is left.
+"""
+
+import argparse
+import ast
+import gzip
+import hashlib
+import json
+import math
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+from data import packs
+from train_tokenizer import texts
+
+from soloist import LLM, SamplingParams
+from soloist.models import load_model
+from soloist.tokenizer import Tokenizer
+from soloist.train.documents import Documents
+from soloist.train.packed import final_norm_packed, forward_packed
+
+NUM_PROMPTS, MAX_TOKENS = 100, 128
+MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS = 48, 192
+NGRAM_ORDER = 5
+PACK_TOKENS = 16384
+# A parser's flag, as `codeop` uses it: text that may go on is told from text that is wrong.
+ALLOW_INCOMPLETE = 0x4000
+
+
+def distinct_share(tokens: list[int], n: int = 4) -> float:
+    """Give the share of different n-grams among all; 1 if there are none."""
+    grams = list(zip(*(tokens[i:] for i in range(n)), strict=False))
+    return len(set(grams)) / len(grams) if grams else 1.0
+
+
+def parses(prompt: str, completion: str, is_ended: bool) -> bool:
+    """Say whether the text is valid up to its last complete statement, and that lies in the completion.
+
+    Args:
+        prompt: valid code that may stop within a block.
+        completion: what follows; its last line is taken for unfinished unless it `is_ended`.
+        is_ended: whether the model ended the text itself.
+    """
+    text = prompt + completion
+    ends = [i + 1 for i, character in enumerate(text) if character == "\n"] + ([len(text)] if is_ended else [])
+    for end in reversed(ends):
+        if end <= len(prompt) or not text[len(prompt) : end].strip():
+            return False
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                compile(text[:end], "completion", "exec", ast.PyCF_ONLY_AST | ALLOW_INCOMPLETE)
+            return True
+        except SyntaxError as error:
+            if "incomplete input" not in str(error):
+                return False
+        except (ValueError, MemoryError):
+            return False
+    return False
+
+
+def make_prompts(documents: list[dict], num_prompts: int, count_tokens) -> list[dict]:
+    """Cut one prompt from each of some held-out files: whole lines from the start of a function or class."""
+    prompts = []
+    for document in sorted(documents, key=lambda d: hashlib.sha256(d["text"].encode()).digest()):
+        lines = document["text"].split("\n")
+        nodes = [n for n in ast.parse(document["text"]).body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+        for node in sorted(nodes, key=lambda n: n.lineno - n.end_lineno):
+            start = min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1
+            ends = [e for e in range(start + 2, node.end_lineno) if lines[e - 1].strip()]
+            end = next((e for e in ends if count_tokens("\n".join(lines[start:e])) >= MIN_PROMPT_TOKENS), None)
+            if end is None:
+                continue
+            text = "\n".join(lines[start:end])
+            rest = "\n".join(lines[end : node.end_lineno])
+            if count_tokens(text) <= MAX_PROMPT_TOKENS and count_tokens(rest) >= MAX_TOKENS:
+                prompts.append({"source": document["source"], "path": document["path"], "text": text})
+                break
+        if len(prompts) == num_prompts:
+            return prompts
+    raise SystemExit(f"the held-out files give {len(prompts)} prompts, {num_prompts} were asked for")
+
+
+def complete(llm: LLM, prompts: list[dict]) -> list[dict]:
+    """Continue the prompts greedily."""
+    results = []
+    params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+    for prompt in prompts:
+        answer = llm.generate(prompt["text"], params)
+        is_ended = answer.finish_reason == "stop"
+        results.append(
+            {
+                "source": prompt["source"],
+                "path": prompt["path"],
+                "tokens": len(answer.token_ids),
+                "distinct_4_grams": round(distinct_share(list(answer.token_ids)), 4),
+                "parses": parses(prompt["text"], answer.text, is_ended),
+                "prompt": prompt["text"],
+                "completion": answer.text,
+            }
+        )
+    return results
+
+
+@torch.no_grad()
+def model_nats(folder: Path, tokens: np.ndarray, end: int, device: torch.device) -> float:
+    """Give the negative log likelihood of all tokens; of a document's first, and of each 2048th, that of a guess."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    weights = "bf16" if device.type == "cuda" else "fp32"
+    model = load_model(folder, device=device, dtype=dtype, weights_dtype=weights)
+    # The last pack is filled up, and what fills it is not counted.
+    num_packs = -(-len(tokens) // PACK_TOKENS)
+    padded = np.concatenate([tokens, np.full(num_packs * PACK_TOKENS - len(tokens), end, dtype=tokens.dtype)])
+    total, left = 0.0, len(tokens)
+    for ids, lengths in packs(padded, end, PACK_TOKENS, seed=None):
+        documents = Documents(lengths.tolist(), device)
+        row = torch.from_numpy(ids.astype(np.int64)).to(device)
+        hidden, _ = forward_packed(model, row, documents, dtype=dtype)
+        logits = final_norm_packed(model, hidden).float() @ model.lm_head.float().T
+        nats = torch.nn.functional.cross_entropy(logits[:-1], row[1:], reduction="none")
+        is_first = documents.positions == 0
+        nats = torch.cat([nats.new_zeros(1), nats]).masked_fill(is_first, math.log(model.config.vocab_size))
+        total += float(nats[:left].double().sum())
+        left -= len(ids)
+    return total
+
+
+def ngram_nats(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> float:
+    """Give the negative log likelihood of tokens under an n-gram model with Witten-Bell interpolation.
+
+        P_n(w | h) = (c(h w) + d(h) P_{n-1}(w | h')) / (c(h) + d(h)),   d(h): different tokens seen behind h
+
+    Tokens in front count as context whichever document they are of.
+    """
+    bits = (vocab_size - 1).bit_length()
+    assert NGRAM_ORDER * bits <= 64
+    p = np.full(len(held_out), 1.0 / vocab_size)
+
+    def grams(tokens: np.ndarray, n: int) -> np.ndarray:
+        codes = np.zeros(len(tokens) - n + 1, dtype=np.uint64)
+        for i in range(n):
+            codes = (codes << np.uint64(bits)) | tokens[i : len(tokens) - n + 1 + i].astype(np.uint64)
+        return codes
+
+    for n in range(1, NGRAM_ORDER + 1):
+        found, counts = np.unique(grams(train, n), return_counts=True)
+        contexts, first = np.unique(found >> np.uint64(bits), return_index=True)
+        totals = np.add.reduceat(counts, first)
+        kinds = np.diff(np.append(first, len(found)))
+        asked = grams(held_out, n)
+
+        def look_up(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+            place = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+            return np.where(keys[place] == wanted, values[place], 0)
+
+        history = asked >> np.uint64(bits)
+        c_hw, c_h, d_h = (
+            look_up(found, counts, asked),
+            look_up(contexts, totals, history),
+            look_up(contexts, kinds, history),
+        )
+        lower = p[n - 1 :]
+        p[n - 1 :] = np.where(c_h > 0, (c_hw + d_h * lower) / np.maximum(c_h + d_h, 1), lower)
+    return float(-np.log(p).sum())
+
+
+def main() -> None:
+    """Measure and write one JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--data", type=Path, required=True, help="folder with held_out.jsonl.gz and the two .npy")
+    parser.add_argument("--out", type=Path, required=True, help="the JSON file")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--skip-baselines", action="store_true", help="leave out gzip and n-grams")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    with gzip.open(args.data / "held_out.jsonl.gz", "rt") as file:
+        documents = [json.loads(line) for line in file]
+    held_out = np.load(args.data / "held_out.npy")
+    config = json.loads((args.model / "config.json").read_text())
+    num_bytes = sum(len(text.encode()) for text in texts(args.data / "held_out.jsonl.gz"))
+    result: dict = {"held_out_bytes": num_bytes, "held_out_tokens": len(held_out), "device": str(device)}
+    if device.type == "cuda":
+        result["device"] = torch.cuda.get_device_name(device)
+    start = time.perf_counter()
+    nats = model_nats(args.model, held_out, config["eos_token_id"], device)
+    result["bits_per_byte"] = round(nats / math.log(2) / num_bytes, 4)
+    if not args.skip_baselines:
+        raw = [text.encode() for text in texts(args.data / "held_out.jsonl.gz")]
+        result["bits_per_byte_gzip_by_file"] = round(8 * sum(len(gzip.compress(d, 9)) for d in raw) / num_bytes, 4)
+        result["bits_per_byte_gzip_whole"] = round(8 * len(gzip.compress(b"".join(raw), 9)) / num_bytes, 4)
+        nats = ngram_nats(np.load(args.data / "train.npy"), held_out, config["vocab_size"])
+        result[f"bits_per_byte_{NGRAM_ORDER}_gram"] = round(nats / math.log(2) / num_bytes, 4)
+    tokenizer = Tokenizer.load(args.model)
+    prompts = make_prompts(documents, NUM_PROMPTS, lambda text: len(tokenizer.encode(text)))
+    completions = complete(LLM(args.model, device=device), prompts)
+    shares = [c["distinct_4_grams"] for c in completions]
+    result |= {
+        "completions": len(completions),
+        "parsing_share": sum(c["parses"] for c in completions) / len(completions),
+        "distinct_4_gram_ratio_mean": round(float(np.mean(shares)), 4),
+        "distinct_4_gram_ratio_median": round(float(np.median(shares)), 4),
+        "share_with_ratio_0_6": float(np.mean(np.array(shares) >= 0.6)),
+        "evaluation_s": round(time.perf_counter() - start, 1),
+    }
+    args.out.write_text(json.dumps(result | {"by_prompt": completions}, indent=1) + "\n")
+    args.out.with_name("prompts.jsonl").write_text("".join(json.dumps({"text": p["text"]}) + "\n" for p in prompts))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
