@@ -131,6 +131,8 @@ class StepMeter:
             step()
             stamp(self.times, self._num_steps, is_end=True)
 
+        # Every run has its own lots.
+        self._num_runs = 0
         self._launch, self.num_nodes, self.num_programmatic = timed_step, None, None
         engine.drafter.begin(self._prompt, self._plan)
         if engine.execution.is_captured:
@@ -146,7 +148,8 @@ class StepMeter:
         engine.ring.reset()
         if engine.width_rule is not None:
             engine.width_rule.begin()
-        buffers.begin(self._prompt.tolist(), self._params, seed=0, max_tokens=self._room, stop_ids=())
+        buffers.begin(self._prompt.tolist(), self._params, seed=self._num_runs, max_tokens=self._room, stop_ids=())
+        self._num_runs += 1
         engine.drafter.begin(self._prompt, self._plan)
         cache.reset()
         engine.runner.prefill(self._prompt[:-1], on_chunk=engine.drafter.prefill_chunk)
