@@ -116,7 +116,14 @@ def test_a_few_steps_lower_the_loss_and_the_checkpoint_is_read_back(config, tmp_
         np.save(tmp_path / f"{name}.npy", np.concatenate(rows).astype(np.uint16))
     (tmp_path / "tokenizer.json").write_text("{}")
     settings = train.Settings(
-        seconds=1.0, num_tokens=64, lr=0.01, num_continuations=5, prompt_len=8, continuation_len=12, run_len=2
+        seconds=1.0,
+        num_tokens=64,
+        lr=0.01,
+        num_continuations=5,
+        prompt_len=8,
+        continuation_len=12,
+        run_len=2,
+        polish_weight=30.0,
     )
     trainer = train.Trainer(settings, tmp_path, tmp_path, torch.device("cpu"), config)
     losses = [float(trainer.step(0.3)["loss"]) for _ in range(20)]
@@ -140,7 +147,7 @@ def test_a_few_steps_lower_the_loss_and_the_checkpoint_is_read_back(config, tmp_
             }
     assert num_documents == 5
     before = float(trainer.unlikelihood(*polish[0]))
-    for _ in range(3):
+    for _ in range(8):
         figures = trainer.step(0.3, polish[0])
     assert 0 <= float(figures["unlikelihood"]) < before
     trainer.save("target")
