@@ -20,7 +20,7 @@ from soloist.kernels.launch import fused_experts, programmatic_launch
 from soloist.runtime.ring import StepRecord, TokenRing
 
 # How long the host sleeps between two looks at the ring, and after how many seconds it asks the device what is wrong.
-_POLL_S = 20e-6
+_POLL_S = 50e-6
 _DOUBT_S = 1.0
 # Share of the last wait that the next one sleeps through without a look.
 _SURE_SHARE = 0.9
