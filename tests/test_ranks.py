@@ -124,6 +124,8 @@ def test_a_constraint_and_kept_prefixes_are_those_of_one_rank(folder: Path, llm:
 def test_other_ranks_can_follow_those_that_were_forgotten(folder: Path) -> None:
     first = load(folder)
     wanted = first.generate(PROMPT, GREEDY).token_ids
+    with pytest.raises(UsageError, match="one model at a time"):
+        load(folder)
     pid = leader_of(first).process_ids[0]
     del first
     gc.collect()

@@ -137,12 +137,11 @@ class _Others:
         self.group = TensorParallel()
         # Whether this rank may be in an exchange with another, and whether it has ended them.
         self.busy, self.closing = threading.Event(), threading.Event()
-        # A session of their own: a terminal's Ctrl-C is rank 0's to answer.
+        # -P: what lies in the folder that was called from is not imported, as it is not here. A session of their own: a
+        # terminal's Ctrl-C is rank 0's to answer.
+        command, pipe = [sys.executable, "-P", "-c", program], subprocess.PIPE
         self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-            )
-            for _ in range(1, size)
+            subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True) for _ in range(1, size)
         ]
         for rank in range(1, size):
             threading.Thread(target=self._watch, args=(rank,), daemon=True).start()
@@ -222,10 +221,16 @@ class Leader(Ranks):
         arguments: what `Follower.arguments` gives there; pickled.
 
     Raises:
+        UsageError: this process is one of several ranks already.
         RankLostError: a rank did not start.
     """
 
     def __init__(self, size: int, device: torch.device, program: str, arguments: object) -> None:
+        if dist.is_initialized():
+            raise UsageError(
+                "this process has other ranks already, and can share one model at a time with others: let go of that"
+                " one first"
+            )
         self._others = others = _Others(size, program)
         # Where ranks meet; a folder of this machine, so that no port is open.
         self._meeting = tempfile.TemporaryDirectory(prefix="soloist-ranks-")
