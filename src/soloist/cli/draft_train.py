@@ -1,6 +1,7 @@
 """`soloist draft train`: a draft for one's own model."""
 
 import json
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -158,6 +159,11 @@ def train(
     answering = _make_source(llm, model, source, url, url_model, num_tokens=num_tokens, batch=batch)
     ratio = bytes_ratio(target, settings.shape.config_for(target.config))
     with Bar("answering") as bar:
+        clock = _Clock(num_prompts=len(prompts))
+
+        def on_answer(done: int, total: int) -> None:
+            clock.hear(done)
+            bar(done, total)
 
         def on_step(figures: "Figures", num_steps: int, tok_per_s: float) -> None:
             length = figures.acceptance_length
@@ -174,7 +180,7 @@ def train(
             num_tokens=llm.engine.runner.buffers.num_tokens,
             data=f"{len(prompts)} prompts from {data.name}",
             store_budget_bytes=None if store_gb is None else int(store_gb * 1e9),
-            progress=Progress(on_answer=bar, on_plan=lambda plan: print_dim(plan.describe()), on_step=on_step),
+            progress=Progress(on_answer=on_answer, on_plan=lambda plan: print_dim(plan.describe()), on_step=on_step),
         )
     if dist.is_initialized():
         is_first = dist.get_rank() == 0
@@ -197,6 +203,27 @@ def train(
     else:
         print_dim(f"next: soloist draft check --draft {out}, then soloist draft eval --draft {out}")
     return 0
+
+
+class _Clock:
+    """Says once, behind the first batch of answers, how long all of them will take."""
+
+    def __init__(self, num_prompts: int) -> None:
+        self._num_prompts = num_prompts
+        self._start_s = time.perf_counter()
+        # Answers that were there before, and whether it was said.
+        self._first: int | None = None
+        self._has_spoken = False
+
+    def hear(self, done: int) -> None:
+        from soloist.train.plan import in_words
+
+        if self._first is None:
+            self._first = done
+        if done > self._first and not self._has_spoken:
+            self._has_spoken = True
+            seconds = (time.perf_counter() - self._start_s) / (done - self._first) * (self._num_prompts - done)
+            print_dim(f"{self._num_prompts - done} more answers take about {in_words(seconds)}")
 
 
 def _join_processes(device: str | None) -> str | None:

@@ -5,7 +5,7 @@ Times are of one batch of answers and a few steps on this machine, scaled.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -66,7 +66,13 @@ def in_words(seconds: float) -> str:
 
 
 def make_plan(
-    target: CausalLM, texts: Sequence[Text], settings: TrainSettings, num_tokens: int, *, stored_bytes: int
+    target: CausalLM,
+    texts: Sequence[Text],
+    settings: TrainSettings,
+    num_tokens: int,
+    *,
+    stored_bytes: int,
+    num_ranks: int = 1,
 ) -> Plan:
     """Time a few steps on the texts, and count.
 
@@ -76,8 +82,10 @@ def make_plan(
         settings: of the run.
         num_tokens: ids that may be drawn.
         stored_bytes: that hidden states will take on disk.
+        num_ranks: processes that share the texts of a step.
     """
-    trainer = Trainer(target, texts, settings, num_tokens=num_tokens, is_alone=True)
+    share = replace(settings, documents_per_step=settings.documents_per_step // num_ranks)
+    trainer = Trainer(target, texts, share, num_tokens=num_tokens, is_alone=True)
     # The first step allocates.
     trainer.run(1)
     start_s = time.perf_counter()

@@ -153,13 +153,9 @@ def _plan(
 ) -> Plan:
     layers = settings.shape.config_for(target.config).target_layer_ids
     needed = bytes_per_token(target, layers) * sum(len(text.token_ids) for text in texts)
-    # The steps that are timed are one process's.
-    alone = replace(settings, documents_per_step=_share(settings.documents_per_step))
-    return make_plan(target, texts, alone, num_tokens, stored_bytes=0 if budget_bytes is None else needed)
-
-
-def _share(documents: int) -> int:
-    return documents // dist.get_world_size() if dist.is_initialized() else documents
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    stored_bytes = 0 if budget_bytes is None else needed
+    return make_plan(target, texts, settings, num_tokens, stored_bytes=stored_bytes, num_ranks=num_ranks)
 
 
 def _make_store(
