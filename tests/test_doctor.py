@@ -1,6 +1,7 @@
 """Facts about the machine: a bandwidth is measured once, and again only where a decode proved it too low."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,14 @@ def test_a_machine_without_a_gpu_says_what_is_missing():
     assert machine.memory_gib >= machine.free_memory_gib > 0 and machine.bandwidth_gb_per_s > 0
     assert machine.capabilities["answers on the CPU"] == "yes"
     assert (machine.capabilities["answers on the GPU"] == "yes") == bool(machine.gpus and machine.triton)
+
+
+def test_gpus_that_cannot_reach_each_other_are_named():
+    gpu = doctor.Gpu(
+        name="G", compute_capability="9.0", memory_gib=80.0, free_memory_gib=79.0, bandwidth_gb_per_s=3000.0
+    )
+    machine = replace(doctor.inspect_machine(), gpus=(gpu, gpu, gpu), strangers=())
+    assert machine.capabilities["shares a model between GPUs"] == "yes"
+    machine = replace(machine, strangers=((0, 2), (1, 2)))
+    assert machine.capabilities["shares a model between GPUs"].startswith("no: GPUs 0 and 2, 1 and 2 cannot")
+    assert "shares a model between GPUs" not in replace(machine, gpus=(gpu,)).capabilities

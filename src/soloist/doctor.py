@@ -14,6 +14,7 @@ import torch
 
 import soloist
 from soloist.roofline import measure_bandwidth
+from soloist.runtime.comm import find_strangers
 
 # Past every cache of a CPU we know, and read seven times within a quarter second.
 _QUICK_MEASURE_BYTES = 2**28
@@ -56,6 +57,8 @@ class Machine:
     # Reading with `num_threads` threads, measured.
     bandwidth_gb_per_s: float
     gpus: tuple[Gpu, ...]
+    # Pairs of GPUs of which one cannot read the other's memory, and which therefore cannot share a model.
+    strangers: tuple[tuple[int, int], ...]
 
     @property
     def capabilities(self) -> dict[str, str]:
@@ -68,7 +71,12 @@ class Machine:
             gpu = "no: PyTorch sees no CUDA device (is the driver loaded?)"
         else:
             gpu = "no: this PyTorch is a CPU build"
-        return {"answers on the CPU": "yes", "answers on the GPU": gpu}
+        works = {"answers on the CPU": "yes", "answers on the GPU": gpu}
+        if len(self.gpus) > 1:
+            pairs = ", ".join(f"{a} and {b}" for a, b in self.strangers)
+            shared = f"no: GPUs {pairs} cannot read each other's memory" if pairs else "yes"
+            works["shares a model between GPUs"] = shared
+        return works
 
 
 def cpu_name() -> str:
@@ -159,4 +167,5 @@ def inspect_machine() -> Machine:
         free_memory_gib=free,
         bandwidth_gb_per_s=measure_bandwidth("cpu", num_bytes=_QUICK_MEASURE_BYTES),
         gpus=tuple(_inspect_gpu(i) for i in range(torch.cuda.device_count())),
+        strangers=find_strangers(torch.cuda.device_count()),
     )

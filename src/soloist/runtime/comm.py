@@ -10,6 +10,7 @@ exchange that will never end.
 """
 
 import contextlib
+import itertools
 import os
 import pickle
 import signal
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from soloist.config import disable_multicast
-from soloist.errors import CheckpointError, RankLostError, SoloistError, UsageError
+from soloist.errors import CheckpointError, RankLostError, SoloistError, UnsupportedError, UsageError
 from soloist.kernels.allreduce import TensorParallel
 from soloist.kernels.mailboxes import make_mailboxes
 from soloist.models import open_model, read_config
@@ -114,6 +115,7 @@ def check_tensor_parallel_size(size: int, device: torch.device) -> None:
 
     Raises:
         UsageError: the message says what is allowed.
+        UnsupportedError: its GPUs cannot reach each other.
     """
     if size not in NUM_RANKS:
         raise UsageError(f"tensor_parallel_size is {size}; allowed: {', '.join(map(str, NUM_RANKS))}")
@@ -126,6 +128,18 @@ def check_tensor_parallel_size(size: int, device: torch.device) -> None:
         )
     if size > torch.cuda.device_count():
         raise UsageError(f"tensor_parallel_size is {size}, and PyTorch sees {torch.cuda.device_count()} CUDA devices")
+    if strangers := find_strangers(size):
+        raise UnsupportedError(
+            f"tensor_parallel_size is {size}, and GPUs {strangers[0][0]} and {strangers[0][1]} cannot read each other's"
+            " memory: take GPUs that are linked, by CUDA_VISIBLE_DEVICES, or one"
+        )
+
+
+def find_strangers(num_gpus: int) -> tuple[tuple[int, int], ...]:
+    """List the pairs among the first GPUs that cannot read each other's memory."""
+    can_reach = torch.cuda.can_device_access_peer
+    pairs = itertools.combinations(range(num_gpus), 2)
+    return tuple((a, b) for a, b in pairs if not (can_reach(a, b) and can_reach(b, a)))
 
 
 class _Others:
