@@ -1,7 +1,7 @@
 """Time the KDA, MLA and mixture-of-experts kernels by width against their floors, once they equal the references.
 
-Run on a CUDA machine: `PYTHONPATH=src python benchmarks/kernels_hybrid.py [--tune] [--json FILE]`. Weights are cold:
-each call of a captured chain reads another copy, or other experts, of far more bytes than the L2 holds.
+Run on a CUDA machine: `PYTHONPATH=src python benchmarks/kernels_hybrid.py [--shapes NAMES] [--json FILE]`. Weights
+are cold: each call of a captured chain reads another copy, or other experts, of far more bytes than the L2 holds.
 """
 
 import argparse
@@ -9,13 +9,12 @@ import itertools
 import json
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from soloist.kernels import kda, kda_prompt_triton, kda_triton, mla, mla_triton, moe, moe_route_cuda, moe_triton
+from soloist.kernels import kda, kda_prompt_triton, kda_triton, mla, mla_triton, moe
 from soloist.kernels.launch import programmatic_launch
-from soloist.kernels.linear import norm_linear
 
 WIDTHS = (1, 4, 9, 16)
 CONTEXT_LEN = 8192
@@ -89,16 +88,6 @@ def error(out: torch.Tensor, ref: torch.Tensor) -> float:
     return ((out.float() - ref.float()).norm() / ref.float().norm()).item()
 
 
-def run_moe(
-    x, norm, eps, gate, bias, gate_up, down, shared_gate_up, shared_down, router, *, limit, shared_limit, width, launch
-) -> torch.Tensor:
-    """A step of `moe` with launch settings of one's own."""
-    logits = norm_linear(x, norm, eps, gate, out_dtype=torch.float32)
-    slots = moe_route_cuda.route(x, norm, eps, logits, bias, router, num_shared=1, width=width)
-    weights = (gate_up, down, shared_gate_up, shared_down)
-    return moe_triton.run_experts(x, slots, *weights, limit=limit, shared_limit=shared_limit, settings=launch)
-
-
 class MoeBench:
     """Mixture-of-experts layers with their own weights, and inputs that route independently."""
 
@@ -129,22 +118,20 @@ class MoeBench:
             counts.append(chosen.unique().numel())
         return statistics.mean(counts)
 
-    def check(self, T: int, settings: moe_triton.StepSettings) -> float:
+    def check(self, T: int) -> float:
         x = rand(T, self.shape.D)
         args = (x, *self.layers[0], self.shape.settings)
         width = torch.tensor(T, dtype=torch.int32, device="cuda")
-        out = run_moe(*args, limit=4.0, shared_limit=5.0, width=width, launch=settings)
+        out = moe.moe(*args, limit=4.0, shared_limit=5.0, width=width)
         return error(out, moe.moe_ref(*args, limit=4.0, shared_limit=5.0, width=width))
 
-    def time(self, T: int, settings: moe_triton.StepSettings, num_calls: int = 24) -> tuple[float, float, float]:
+    def time(self, T: int, num_calls: int = 24) -> tuple[float, float, float]:
         """Median us, spread, and bytes."""
         inputs = [rand(T, self.shape.D) for _ in range(num_calls)]
 
         def call(i: int) -> Callable[[], object]:
             layer = self.layers[i % len(self.layers)]
-            return lambda: run_moe(
-                inputs[i], *layer, self.shape.settings, limit=None, shared_limit=None, width=None, launch=settings
-            )
+            return lambda: moe.moe(inputs[i], *layer, self.shape.settings)
 
         s = self.shape
         num_bytes = 2 * ((self.distinct(inputs) + 1) * 3 * s.F * s.D + s.E * s.D)
@@ -258,38 +245,16 @@ def record(
     )
 
 
-def bench_moe(shape: Shape, bandwidth: float, rows: list[dict], *, is_tuning: bool) -> None:
+def bench_moe(shape: Shape, bandwidth: float, rows: list[dict]) -> None:
     bench = MoeBench(shape)
     for T in WIDTHS:
-        base = next(known for most_rows, known in moe_triton.STEP_SETTINGS.items() if most_rows >= T)
-        report(rows, f"{shape.name} moe", T, bench.check(T, base), 0.0)
-        best, best_us = base, bench.time(T, base)
-        for settings in trials(base) if is_tuning else ():
-            us = bench.time(T, settings)
-            print(f"  T={T} {us[0]:.2f} {settings}", flush=True)
-            if us[0] < best_us[0]:
-                best, best_us = settings, us
-        if is_tuning:
-            print("best", T, best)
-        record(rows, shape, "moe", T, best_us[:2], best_us[2], bandwidth)
-
-
-def trials(base: moe_triton.StepSettings) -> list[moe_triton.StepSettings]:
-    """Settings worth trying around `base`: one kernel's at a time."""
-    ups = [(16, 128, 4), (32, 256, 3), (64, 64, 4)]
-    downs = [(32, 128, 4, 9), (64, 128, 4, 16), (128, 64, 4, 16), (32, 256, 3, 9)]
-    return [
-        replace(base, gate_up_block_f=block_f, gate_up_block_d=block_d, gate_up_stages=stages)
-        for block_f, block_d, stages in ups
-    ] + [
-        replace(base, down_block_d=block_d, down_block_f=block_f, down_stages=stages, down_splits=splits)
-        for block_d, block_f, stages, splits in downs
-    ]
+        report(rows, f"{shape.name} moe", T, bench.check(T), 0.0)
+        median, spread, num_bytes = bench.time(T)
+        record(rows, shape, "moe", T, (median, spread), num_bytes, bandwidth)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tune", action="store_true")
     parser.add_argument("--json")
     parser.add_argument("--shapes", default="flash-tp1,flash-tp2,tiny")
     arguments = parser.parse_args()
@@ -300,13 +265,13 @@ def main() -> None:
     chosen = [shape for shape in SHAPES if shape.name in arguments.shapes.split(",")]
     for shape, part in itertools.product(chosen, ("moe", "kda", "mla")):
         if part == "moe":
-            bench_moe(shape, bandwidth, rows, is_tuning=arguments.tune)
+            bench_moe(shape, bandwidth, rows)
         elif part == "kda":
             bench_kda(shape, bandwidth, rows)
         else:
             bench_mla(shape, bandwidth, rows)
     with programmatic_launch(False):
-        bench_moe(chosen[0], bandwidth, rows, is_tuning=False)
+        bench_moe(chosen[0], bandwidth, rows)
     result = {
         "case": "kernels",
         "device": torch.cuda.get_device_name(),

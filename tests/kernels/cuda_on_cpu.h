@@ -1,4 +1,4 @@
-// What a CUDA C++ kernel of one program needs, on a CPU: each thread is a fiber, which goes on at a barrier once the
+// What a CUDA C++ kernel needs, on a CPU: programs run one after the other, each thread is a fiber, which goes on at a barrier once the
 // others of its warp, or of the program, have come to it. Included before a kernel's source.
 #include <algorithm>
 #include <cmath>
@@ -9,14 +9,17 @@
 
 #define __global__
 #define __device__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __shared__ static
+#define DYNAMIC_SHARED(type, name) static type name[1 << 16]
 
 using std::max;
 using std::min;
 
 struct uint2 { unsigned x, y; };
 static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+struct uint4 { unsigned x, y, z, w; };
+static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 template <class To, class From> static To cpu_bits(From from) {
     To to;
     static_assert(sizeof to == sizeof from);
@@ -28,9 +31,10 @@ static inline float __int_as_float(unsigned x) { return cpu_bits<float>(x); }
 static inline unsigned __float_as_uint(float x) { return cpu_bits<unsigned>(x); }
 static inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
+static inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 template <class T> static T __ldcg(const T* p) { return *p; }
 
-static struct { int x; } threadIdx;
+static struct { int x; } threadIdx, blockIdx, gridDim;
 static ucontext_t cpu_scheduler;
 static std::vector<ucontext_t> cpu_fibers;
 
@@ -53,7 +57,9 @@ static std::vector<CpuBarrier> cpu_warps;
 static std::vector<unsigned> cpu_exchange;
 
 static void __syncthreads() { cpu_program.wait(); }
+static void __threadfence() {}
 static void atomicOr(unsigned* p, unsigned bits) { *p |= bits; }
+static unsigned atomicAdd(unsigned* p, unsigned x) { return (*p += x) - x; }
 template <class T> static T cpu_shuffle(T x, int from) {
     const int me = threadIdx.x, warp = me / 32;
     cpu_exchange[me] = cpu_bits<unsigned>(x);
@@ -67,6 +73,40 @@ template <class T> static T __shfl_xor_sync(unsigned, T x, int o) { return cpu_s
 template <class T> static T __shfl_up_sync(unsigned, T x, int o) {
     const int lane = threadIdx.x % 32;
     return cpu_shuffle(x, lane < o ? lane : lane - o);
+}
+
+static void __syncwarp() { cpu_warps[threadIdx.x / 32].wait(); }
+template <class F> static unsigned cpu_reduce(unsigned x, F join) {
+    const int me = threadIdx.x, warp = me / 32;
+    cpu_exchange[me] = x;
+    cpu_warps[warp].wait();
+    unsigned all = cpu_exchange[warp * 32];
+    for (int lane = 1; lane < 32; ++lane) all = join(all, cpu_exchange[warp * 32 + lane]);
+    cpu_warps[warp].wait();
+    return all;
+}
+static unsigned __reduce_max_sync(unsigned, unsigned x) {
+    return cpu_reduce(x, [](unsigned a, unsigned b) { return max(a, b); });
+}
+static unsigned __ballot_sync(unsigned, bool x) {
+    return cpu_reduce(unsigned(x) << threadIdx.x % 32, [](unsigned a, unsigned b) { return a | b; });
+}
+
+struct CpuFragments { unsigned a[4], b[2]; };
+static std::vector<CpuFragments> cpu_fragments;
+static float cpu_bf16(unsigned pair, int half) { return __uint_as_float(half ? pair & 0xffff0000u : pair << 16); }
+// The tensor cores' m16n8k16 product of bf16.
+static void multiply_tile(float* c, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+    const int me = threadIdx.x, warp = me / 32, g = me % 32 / 4, piece = me % 4;
+    cpu_fragments[me] = {{a0, a1, a2, a3}, {b0, b1}};
+    cpu_warps[warp].wait();
+    for (int i = 0; i < 4; ++i)
+        for (int k = 0; k < 16; ++k) {
+            const CpuFragments& a = cpu_fragments[warp * 32 + g * 4 + k % 8 / 2];
+            const CpuFragments& b = cpu_fragments[warp * 32 + (2 * piece + i % 2) * 4 + k % 8 / 2];
+            c[i] += cpu_bf16(a.a[i / 2 + 2 * (k / 8)], k % 2) * cpu_bf16(b.b[k / 8], k % 2);
+        }
+    cpu_warps[warp].wait();
 }
 
 static void (*cpu_body)();
@@ -86,6 +126,7 @@ static void cpu_run(int threads, void (*body)()) {
     cpu_fibers.assign(threads, {});
     cpu_is_done.assign(threads, 0);
     cpu_exchange.assign(threads, 0);
+    cpu_fragments.assign(threads, {});
     cpu_program = {threads};
     cpu_warps.assign(threads / 32, {32});
     for (int i = 0; i < threads; ++i) {
@@ -109,11 +150,13 @@ template <class... A, size_t... I> static void cpu_call(void (*f)(A...), void** 
     f(*static_cast<A*>(values[I])...);
 }
 
-// Launches one program of a kernel, with the addresses of its arguments.
-template <class... A> static void cpu_launch(void (*kernel)(A...), int threads, void** values) {
+// Launches a kernel of `programs` programs, with the addresses of its arguments.
+template <class... A> static void cpu_launch(void (*kernel)(A...), int programs, int threads, void** values) {
     static void (*f)(A...);
     static void** v;
     f = kernel;
     v = values;
-    cpu_run(threads, [] { cpu_call(f, v, std::index_sequence_for<A...>{}); });
+    gridDim.x = programs;
+    for (blockIdx.x = 0; blockIdx.x < programs; ++blockIdx.x)
+        cpu_run(threads, [] { cpu_call(f, v, std::index_sequence_for<A...>{}); });
 }

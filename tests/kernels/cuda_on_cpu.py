@@ -1,4 +1,4 @@
-"""CUDA C++ kernels of one program on CPU tensors, by the machine's C++ compiler: an interpreter as Triton has one."""
+"""CUDA C++ kernels on CPU tensors, by the machine's C++ compiler: an interpreter as Triton has one."""
 
 import ctypes
 import shutil
@@ -18,7 +18,10 @@ def _compile(source: str, name: str, definitions: tuple[tuple[str, str], ...]) -
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++, which compiles CUDA C++ for a CPU")
-    code = f'{source}\nextern "C" void launch(int threads, void** values) {{ cpu_launch({name}, threads, values); }}\n'
+    entry = (
+        f"void launch(int programs, int threads, void** values) {{ cpu_launch({name}, programs, threads, values); }}"
+    )
+    code = f'{source}\nextern "C" {entry}\n'
     options = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-x", "c++", "-include", str(HEADER), "-", "-o"]
     defined = [f"-D{key}={value}" for key, value in definitions]
     with tempfile.TemporaryDirectory() as folder:
@@ -37,10 +40,14 @@ def load_kernel(source: str, name: str, definitions: tuple[tuple[str, str], ...]
 
 
 def launch(
-    kernel: ctypes.CDLL, grid: tuple[int, int, int], threads: int, *arguments: torch.Tensor | int | float | None
+    kernel: ctypes.CDLL,
+    grid: tuple[int, int, int],
+    threads: int,
+    *arguments: torch.Tensor | int | float | None,
+    shared_bytes: int = 0,
 ) -> None:
     """Stand in for `nvrtc.launch`; returns when the kernel has ended."""
-    assert grid == (1, 1, 1)
+    assert grid[1:] == (1, 1) and shared_bytes <= 16 << 16
     values: list[ctypes.c_void_p | ctypes.c_int | ctypes.c_float] = []
     for argument in arguments:
         if argument is None or isinstance(argument, torch.Tensor):
@@ -48,4 +55,4 @@ def launch(
         else:
             values.append((ctypes.c_int if isinstance(argument, int) else ctypes.c_float)(argument))
     addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-    kernel.launch(threads, addresses)
+    kernel.launch(grid[0], threads, addresses)

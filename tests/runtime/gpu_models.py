@@ -37,7 +37,7 @@ GPU_SIZES: dict[str, dict] = {
         "v_head_dim": 64,
     },
     "kimi_linear": {
-        "hidden_size": 112,
+        "hidden_size": 128,
         "intermediate_size": 144,
         "kv_lora_rank": 64,
         "linear_attn_config": {
@@ -47,7 +47,7 @@ GPU_SIZES: dict[str, dict] = {
             "num_heads": 5,
             "short_conv_kernel_size": 4,
         },
-        "moe_intermediate_size": 48,
+        "moe_intermediate_size": 64,
         "num_experts": 32,
         "qk_nope_head_dim": 32,
         "qk_rope_head_dim": 16,

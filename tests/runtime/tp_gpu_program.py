@@ -44,7 +44,7 @@ SHARED_SIZES: dict[str, dict] = {
     },
     "kimi_linear": {
         "linear_attn_config": GPU_SIZES["kimi_linear"]["linear_attn_config"] | {"num_heads": 4},
-        "moe_intermediate_size": 96,
+        "moe_intermediate_size": 128,
     },
 }
 # Of a row of logits of several ranks against one, both in bf16; where a near-tie sends a token to another expert, more.

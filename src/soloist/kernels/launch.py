@@ -142,19 +142,3 @@ if HAS_TRITON:
             tl.store(counter_ptr, 0)
         tl.debug_barrier()
         return is_last
-
-    @triton.jit
-    def prefetch_rows(ptr, num_elements: tl.constexpr, PDL: tl.constexpr):
-        """Bring contiguous 2-byte elements into L2 without waiting: weights, before the wait for producers."""
-        if PDL:
-            for o in tl.static_range(0, num_elements, 64 * 512):
-                i = o + tl.arange(0, 512) * 64
-                p = ptr + tl.minimum(i, num_elements - 1)
-                tl.inline_asm_elementwise(
-                    "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-                    "=r,l",
-                    [p.to(tl.uint64)],
-                    dtype=tl.int32,
-                    is_pure=False,
-                    pack=1,
-                )

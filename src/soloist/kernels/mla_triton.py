@@ -25,6 +25,7 @@ from soloist.kernels.launch import (
     pdl_options,
     wait_for_producers,
 )
+from soloist.kernels.linear_triton import prefetch
 
 # Most rows of a step; more is a prompt.
 MAX_STEP_ROWS = 16
@@ -33,6 +34,11 @@ _MAX_SPLITS = 64
 _NUM_PROGRAMS = 132
 # Cached positions a program takes at once.
 _BLOCK_S = 64
+# How many of them come into the L2 while a step's query is not there yet.
+_PREFETCHED_BLOCKS = 2
+# Rows whose splits a program merges, of more than one, and its warps.
+_COMBINE_ROWS = 2
+_COMBINE_WARPS = 4
 
 
 @triton.jit
@@ -173,6 +179,7 @@ def attention_kernel(
     NUM_SPLITS: tl.constexpr,
     BM: tl.constexpr,
     BS: tl.constexpr,
+    PREFETCHED_BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
     IS_FP32_DOT: tl.constexpr,
 ):
@@ -186,9 +193,8 @@ def attention_kernel(
     m_m = i_m < num_query_rows
     i_r = tl.arange(0, R)
     i_p = tl.arange(0, P)
-    wait_for_producers(PDL)
-    let_consumers_start(PDL)
 
+    # Written by the step before this one, as the rows up to it: complete long before this kernel starts.
     context_len = tl.load(context_len_ptr)
     # Row t sees the positions up to context_len + t; the tile needs those of its last row.
     last_row = tl.minimum(tl.program_id(0) * BM + BM, num_query_rows) - 1
@@ -196,7 +202,14 @@ def attention_kernel(
     num_blocks = tl.cdiv(num_positions, BS)
     first = split * num_blocks // NUM_SPLITS
     last = (split + 1) * num_blocks // NUM_SPLITS
+    if tl.program_id(0) == 0:
+        num_old = tl.minimum(tl.minimum(last, first + PREFETCHED_BLOCKS) * BS, context_len) - first * BS
+        p_first = latent_cache_ptr + first.to(tl.int64) * BS * (R + P)
+        row_bytes: tl.constexpr = (R + P) * latent_cache_ptr.dtype.element_ty.primitive_bitwidth // 8
+        prefetch(p_first, num_old * row_bytes, IS_FP32_DOT)
 
+    wait_for_producers(PDL)
+    let_consumers_start(PDL)
     p_query = query_ptr + i_m.to(tl.int64)[:, None] * (R + P)
     b_query = tl.load(p_query + i_r[None, :], mask=m_m[:, None], other=0.0)
     b_query_rope = tl.load(p_query + R + i_p[None, :], mask=m_m[:, None], other=0.0)
@@ -275,7 +288,9 @@ def combine_kernel(
     let_consumers_start(PDL)
     m_s = i_s < NUM_SPLITS
     first = tl.program_id(2) * BT
-    for t in range(first, tl.minimum(first + BT, T)):
+    # Unrolled, so that all rows' partial results are on their way at once; a row past T merges the last one again.
+    for i in tl.static_range(BT):
+        t = tl.minimum(first + i, T - 1)
         o_rows = i_s.to(tl.int64) * (T * H) + t * H + head
         b_max = tl.load(partial_max_ptr + o_rows, mask=m_s, other=float("-inf"))
         b_sum = tl.load(partial_sum_ptr + o_rows, mask=m_s, other=0.0)
@@ -371,6 +386,7 @@ def attend(
         NUM_SPLITS=num_splits,
         BM=block_m,
         BS=_BLOCK_S,
+        PREFETCHED_BLOCKS=_PREFETCHED_BLOCKS,
         IS_FP32_DOT=is_fp32_dot,
         num_warps=8 if block_m == 64 else 4,
         num_stages=2,
@@ -381,7 +397,7 @@ def attend(
         a = torch.einsum("thr,hvr->thv", partial.view(T, H, R), w_uv)
         return (a if gate is None else a * torch.sigmoid(gate.float()).to(a.dtype)[..., None]).flatten(1)
     out = torch.empty((T, H * V), dtype=q.dtype, device=q.device)
-    block_r, block_t = min(R, 128), 4
+    block_r, block_t = min(R, 128), 1 if T == 1 else _COMBINE_ROWS
     product = torch.empty((R // block_r, T, H, V), dtype=torch.float32, device=q.device)
     combine_kernel[(H, R // block_r, triton.cdiv(T, block_t))](
         partial,
@@ -403,7 +419,7 @@ def attend(
         HAS_GATE=gate is not None,
         BR=block_r,
         BT=block_t,
-        num_warps=8,
+        num_warps=_COMBINE_WARPS,
         **pdl_options(),
     )
     return out

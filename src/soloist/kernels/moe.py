@@ -18,7 +18,6 @@ experts in ascending order, and rounded once.
 """
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +29,7 @@ from soloist.kernels.linear import linear, norm_linear, norm_swiglu
 from soloist.kernels.norm import rms_norm, rms_norm_ref
 
 if HAS_TRITON:
-    from soloist.kernels import moe_grouped_triton, moe_route_cuda, moe_triton
+    from soloist.kernels import moe_grouped_triton, moe_step_cuda
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,12 +128,6 @@ def moe_ref(
     return out
 
 
-@cache
-def _no_residual(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros in the place of a step's residual stream, where another operator adds it; made once, never written."""
-    return torch.zeros(shape, dtype=dtype, device=device)
-
-
 def moe(
     x: torch.Tensor,
     norm_weight: torch.Tensor,
@@ -193,15 +186,13 @@ def moe(
     layer = (x, norm_weight, eps, router_weight, expert_bias, gate_up, down, shared_gate_up, shared_down, settings)
     if use_reference(x):
         return moe_ref(*layer, limit=limit, shared_limit=shared_limit, width=width, adds_residual=adds_residual)
-    if dims["T"] > moe_route_cuda.MAX_ROWS or not has_fused_experts():
+    if dims["T"] > moe_step_cuda.MAX_ROWS or not has_fused_experts():
         return _moe_prompt(*layer, limit=limit, shared_limit=shared_limit, adds_residual=adds_residual)
-    num_shared, rest = divmod(dims.get("Fs", 0), dims["F"])
-    assert rest == 0, f"a shared expert of {dims['Fs']} in slots of {dims['F']}"
     logits = norm_linear(x, norm_weight, eps, router_weight, out_dtype=torch.float32)
-    slots = moe_route_cuda.route(x, norm_weight, eps, logits, expert_bias, settings, num_shared=num_shared, width=width)
-    weights = (gate_up, down, shared_gate_up, shared_down)
-    residual = x if adds_residual else _no_residual(x.shape, x.dtype, x.device)
-    return moe_triton.run_experts(residual, slots, *weights, limit=limit, shared_limit=shared_limit)
+    step = (x, norm_weight, eps, logits, expert_bias, gate_up, down, shared_gate_up, shared_down, settings)
+    return moe_step_cuda.run_experts(
+        *step, limit=limit, shared_limit=shared_limit, width=width, adds_residual=adds_residual
+    )
 
 
 def _moe_prompt(

@@ -69,11 +69,27 @@ def load_kernel(source: str, name: str, definitions: tuple[tuple[str, str], ...]
 def _load(source: str, name: str, definitions: tuple[tuple[str, str], ...], device: torch.device) -> Any:
     cubin = _compile(source, name, definitions, torch.cuda.get_device_capability(device))
     module = _check(driver.cuModuleLoadData(cubin))
-    return _check(driver.cuModuleGetFunction(module, name.encode()))
+    kernel = _check(driver.cuModuleGetFunction(module, name.encode()))
+    # Whatever a multiprocessor has is a launch's to ask for.
+    of_device, of_kernel = driver.CUdevice_attribute, driver.CUfunction_attribute
+    most = _check(
+        driver.cuDeviceGetAttribute(
+            of_device.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, _check(driver.cuCtxGetDevice())
+        )
+    )
+    fixed = _check(driver.cuFuncGetAttribute(of_kernel.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, kernel))
+    attribute = of_kernel.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    (status,) = driver.cuFuncSetAttribute(kernel, attribute, most - fixed)
+    assert int(status) == 0, status
+    return kernel
 
 
 def launch(
-    kernel: Any, grid: tuple[int, int, int], threads: int, *arguments: torch.Tensor | int | float | None
+    kernel: Any,
+    grid: tuple[int, int, int],
+    threads: int,
+    *arguments: torch.Tensor | int | float | None,
+    shared_bytes: int = 0,
 ) -> None:
     """Launch on the current stream, with PDL if kernels of this step carry it.
 
@@ -82,6 +98,7 @@ def launch(
         grid: programs.
         threads: of each program.
         arguments: tensors as pointers, None as a null pointer, ints as `int`, floats as `float`.
+        shared_bytes: dynamic shared memory of each program.
     """
     values: list[Any] = []
     types: list[Any] = []
@@ -95,6 +112,7 @@ def launch(
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = shared_bytes
     config.hStream = torch.cuda.current_stream().cuda_stream
     if pdl_options()["PDL"]:
         attribute = driver.CUlaunchAttribute()

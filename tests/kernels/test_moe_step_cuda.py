@@ -1,0 +1,214 @@
+"""A step's experts in CUDA C++: the choice and the sums are the reference's, and rows do not know of each other."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from soloist.kernels import moe, moe_step_cuda
+from soloist.kernels.launch import IS_INTERPRETED
+from soloist.kernels.linear import norm_linear
+from soloist.kernels.moe import RouterSettings
+from tests.kernels import cuda_on_cpu
+from tests.kernels.device import DEVICE, launch_kernels, nan_in_fresh_memory, rand
+from tests.kernels.limits import Limit, assert_near
+
+BF16 = torch.bfloat16
+EPS = 1e-6
+GROUPED = RouterSettings(num_experts_per_tok=3, n_group=4, topk_group=2, routed_scaling_factor=2.5)
+PLAIN = RouterSettings(num_experts_per_tok=5, n_group=1, topk_group=1, routed_scaling_factor=2.446)
+FLASH = RouterSettings(num_experts_per_tok=8, n_group=8, topk_group=4, routed_scaling_factor=2.5)
+# The output's own rounding, and an activation that is now and then rounded the other way.
+LIMIT = Limit(rms=4e-3, worst_row=1e-2)
+
+
+@pytest.fixture(autouse=True)
+def _on_this_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if IS_INTERPRETED:
+        monkeypatch.setattr(moe_step_cuda, "load_kernel", cuda_on_cpu.load_kernel)
+        monkeypatch.setattr(moe_step_cuda, "launch", cuda_on_cpu.launch)
+    with nan_in_fresh_memory():
+        yield
+
+
+def i32(x: int | None) -> torch.Tensor | None:
+    return None if x is None else torch.tensor(x, dtype=torch.int32, device=DEVICE)
+
+
+def make_call(
+    T: int,
+    *,
+    D: int = 288,
+    E: int = 32,
+    F: int = 96,
+    num_shared: int = 1,
+    settings: RouterSettings = GROUPED,
+    scale: float = 1.0,
+) -> dict[str, Any]:
+    """Arguments of `moe` by name; `scale` makes the experts' activations large."""
+    Fs = num_shared * F
+    return {
+        "x": rand(T, D, dtype=BF16),
+        "norm_weight": torch.rand(D, device=DEVICE).add(0.5).to(BF16),
+        "eps": EPS,
+        "router_weight": rand(E, D, scale=D**-0.5, dtype=BF16),
+        "expert_bias": rand(E, scale=0.2, dtype=torch.float32),
+        "gate_up": rand(E, 2 * F, D, scale=D**-0.5 * scale, dtype=BF16),
+        "down": rand(E, D, F, scale=F**-0.5, dtype=BF16),
+        "shared_gate_up": rand(2 * Fs, D, scale=D**-0.5 * scale, dtype=BF16) if Fs else None,
+        "shared_down": rand(D, Fs, scale=Fs**-0.5, dtype=BF16) if Fs else None,
+        "settings": settings,
+    }
+
+
+def logits_of(call: dict[str, Any]) -> torch.Tensor:
+    h = moe.rms_norm_ref(call["x"], call["norm_weight"], EPS)
+    return h.float() @ call["router_weight"].float().T
+
+
+def run(
+    call: dict[str, Any],
+    *,
+    logits: torch.Tensor | None = None,
+    limit: float | None = None,
+    shared_limit: float | None = None,
+    width: int | None = None,
+    adds_residual: bool = True,
+) -> torch.Tensor:
+    """Launch both kernels on `logits`, or on the reference's."""
+    logits = logits_of(call) if logits is None else logits
+    layer = (call["x"], call["norm_weight"], EPS, logits, call["expert_bias"])
+    weights = (call[name] for name in ("gate_up", "down", "shared_gate_up", "shared_down"))
+    options = {"limit": limit, "shared_limit": shared_limit, "width": i32(width), "adds_residual": adds_residual}
+    return moe_step_cuda.run_experts(*layer, *weights, call["settings"], **options)
+
+
+def check(call: dict[str, Any], **options: Any) -> torch.Tensor:
+    x = call["x"].clone()
+    out = run(call, **options)
+    assert torch.equal(call["x"], x)
+    limits = {name: options[name] for name in ("limit", "shared_limit") if name in options}
+    expected = moe.moe_ref(**call, **limits, width=i32(options.get("width")))
+    assert_near(out - x, expected.float() - x, Limit(rms=1e-2, worst_row=3e-2))
+    assert_near(out, expected, LIMIT)
+    return out
+
+
+@pytest.mark.parametrize("num_shared", [0, 1, 2])
+@pytest.mark.parametrize("T", [1, 2, 16] if IS_INTERPRETED else range(1, 17))
+def test_a_step_equals_its_reference(T: int, num_shared: int):
+    check(make_call(T, num_shared=num_shared))
+
+
+@pytest.mark.parametrize(
+    ("settings", "E", "D", "F"), [(PLAIN, 64, 96, 512), (FLASH, 512, 32, 32)], ids=["no groups", "many experts"]
+)
+@pytest.mark.parametrize("T", [1, 7])
+def test_other_sizes_and_routers_equal_the_reference(T: int, settings: RouterSettings, E: int, D: int, F: int):
+    check(make_call(T, settings=settings, E=E, D=D, F=F))
+
+
+@pytest.mark.parametrize(("limit", "shared_limit"), [(None, 0.5), (0.4, 0.5), (0.4, None)])
+def test_the_clamps_act_behind_the_silu_with_their_own_limits(limit: float | None, shared_limit: float | None):
+    call = make_call(4, scale=3.0)
+    out = check(call, limit=limit, shared_limit=shared_limit)
+    # The limits bind.
+    assert (run(call) - out).abs().max() > 0.1
+
+
+def test_the_residual_stream_can_be_left_out():
+    call = make_call(3)
+    expected = moe.moe_ref(**call, adds_residual=False, width=i32(2))
+    out = run(call, adds_residual=False, width=2)
+    assert_near(out, expected, Limit(rms=1e-2, worst_row=3e-2))
+    assert (out[2] == 0).all()
+
+
+@pytest.mark.parametrize("width", [0, 2, 5, 9])
+def test_rows_past_the_width_come_back_unchanged_and_read_no_expert(width: int):
+    T = 5
+    call = make_call(T)
+    call["x"][width:] *= 100
+    chosen, _ = moe.route_ref(logits_of(call)[:width], call["expert_bias"], call["settings"])
+    is_unused = torch.ones(call["down"].shape[0], dtype=torch.bool, device=DEVICE)
+    is_unused[chosen.flatten()] = False
+    call["gate_up"][is_unused], call["down"][is_unused] = torch.nan, torch.nan
+    out = check(call, width=min(width, T)) if width else run(call, width=0)
+    assert torch.equal(out[width:], call["x"][width:])
+
+
+def test_a_row_has_the_same_bits_in_any_company_and_at_any_width():
+    call = make_call(6)
+    logits = logits_of(call)
+    together = run(call, logits=logits)
+    for rows in (slice(0, 1), slice(2, 3), slice(1, 4)):
+        alone = run(call | {"x": call["x"][rows].clone()}, logits=logits[rows].contiguous())
+        assert torch.equal(alone, together[rows])
+
+
+@pytest.mark.parametrize("T", [1, 16])
+@pytest.mark.parametrize(("E", "settings"), [(32, GROUPED), (64, PLAIN), (512, FLASH)], ids=["32", "64", "512"])
+def test_among_equals_the_lowest_group_and_the_lowest_expert_win(E: int, settings: RouterSettings, T: int):
+    """Few distinct values: within a lane, between lanes and between groups."""
+    for high in (1, 2, 3):
+        call = make_call(T, E=E, settings=settings, D=32, F=32)
+        call["expert_bias"].zero_()
+        logits = torch.randint(0, high, (T, E), device=DEVICE).float()
+        chosen, _ = moe.route_ref(logits, call["expert_bias"], settings)
+        # An expert that was not chosen answers with NaN.
+        is_unused = torch.ones(E, dtype=torch.bool, device=DEVICE)
+        is_unused[chosen.flatten()] = False
+        call["gate_up"][is_unused] = torch.nan
+        assert torch.isfinite(run(call, logits=logits)).all()
+
+
+def test_a_losing_group_stays_out_when_every_kept_score_is_negative():
+    call = make_call(9)
+    call["expert_bias"] = torch.full((32,), -3.0, device=DEVICE)
+    call["expert_bias"][8:24] = -2.0
+    call["gate_up"][:8], call["gate_up"][24:] = torch.nan, torch.nan
+    check(call)
+
+
+def test_the_bias_selects_and_does_not_weigh():
+    call = make_call(3)
+    call["expert_bias"].zero_()
+    call["expert_bias"][2:5] = 10.0
+    call["gate_up"][:2], call["gate_up"][5:] = torch.nan, torch.nan
+    check(call)
+
+
+def test_vanishing_scores_add_nothing_and_no_nan():
+    call = make_call(4, num_shared=0)
+    logits = torch.full((4, 32), -200.0, device=DEVICE)
+    assert torch.equal(run(call, logits=logits), call["x"])
+
+
+def test_a_nan_is_not_clamped_away():
+    call = make_call(2)
+    call["gate_up"].fill_(torch.nan)
+    assert torch.isnan(run(call, limit=0.5, shared_limit=0.5)).all()
+
+
+@pytest.mark.parametrize(("T", "width"), [(1, None), (3, 2), (16, None)])
+def test_the_launcher_joins_router_and_experts(T: int, width: int | None, monkeypatch: pytest.MonkeyPatch):
+    launch_kernels(monkeypatch, moe)
+    if IS_INTERPRETED:
+        # The interpreter's products are fp32.
+        monkeypatch.setattr(moe, "norm_linear", lambda *_, **__: logits_of(call))
+    call = make_call(T)
+    expected = moe.moe_ref(**call, limit=0.5, shared_limit=0.6, width=i32(width))
+    assert_near(moe.moe(**call, limit=0.5, shared_limit=0.6, width=i32(width)), expected, LIMIT)
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="a CPU would take minutes")
+@pytest.mark.parametrize("T", [1, 4, 9, 16])
+def test_the_real_sizes_equal_the_reference_every_time(T: int):
+    call = make_call(T, D=2560, E=512, F=384, settings=FLASH)
+    logits = norm_linear(call["x"], call["norm_weight"], EPS, call["router_weight"], out_dtype=torch.float32)
+    first = check(call, limit=4.0, shared_limit=5.0, logits=logits)
+    for _ in range(20):
+        assert torch.equal(run(call, limit=4.0, shared_limit=5.0, logits=logits), first)
