@@ -1,13 +1,12 @@
 """Measures soloist-nano on held-out code: bits per byte beside gzip and an n-gram model, and what it writes.
 
-Prompts are beginnings of top-level functions and classes of held-out files. A completion counts as parsing if, cut
-behind its last complete statement, prompt and completion are valid Python and something of the completion is left.
+A completion counts as parsing if, cut behind its last complete statement, prompt and completion are valid Python and
+something of the completion is left.
 """
 
 import argparse
 import ast
 import gzip
-import hashlib
 import json
 import math
 import time
@@ -19,6 +18,7 @@ import torch
 from data import packs
 from train_tokenizer import texts
 
+from prompts import make_prompts, write_prompts
 from soloist import LLM, SamplingParams
 from soloist.models import load_model
 from soloist.tokenizer import Tokenizer
@@ -26,7 +26,6 @@ from soloist.train.documents import Documents
 from soloist.train.packed import final_norm_packed, forward_packed
 
 NUM_PROMPTS, MAX_TOKENS = 100, 128
-MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS = 48, 192
 NGRAM_ORDER = 5
 PACK_TOKENS = 16384
 # A parser's flag, as `codeop` uses it: text that may go on is told from text that is wrong.
@@ -63,28 +62,6 @@ def parses(prompt: str, completion: str, is_ended: bool) -> bool:
         except (ValueError, MemoryError):
             return False
     return False
-
-
-def make_prompts(documents: list[dict], num_prompts: int, count_tokens) -> list[dict]:
-    """Cut one prompt from each of some held-out files: whole lines from the start of a function or class."""
-    prompts = []
-    for document in sorted(documents, key=lambda d: hashlib.sha256(d["text"].encode()).digest()):
-        lines = document["text"].split("\n")
-        nodes = [n for n in ast.parse(document["text"]).body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
-        for node in sorted(nodes, key=lambda n: n.lineno - n.end_lineno):
-            start = min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1
-            ends = [e for e in range(start + 2, node.end_lineno) if lines[e - 1].strip()]
-            end = next((e for e in ends if count_tokens("\n".join(lines[start:e])) >= MIN_PROMPT_TOKENS), None)
-            if end is None:
-                continue
-            text = "\n".join(lines[start:end])
-            rest = "\n".join(lines[end : node.end_lineno])
-            if count_tokens(text) <= MAX_PROMPT_TOKENS and count_tokens(rest) >= MAX_TOKENS:
-                prompts.append({"source": document["source"], "path": document["path"], "text": text})
-                break
-        if len(prompts) == num_prompts:
-            return prompts
-    raise SystemExit(f"the held-out files give {len(prompts)} prompts, {num_prompts} were asked for")
 
 
 def complete(llm: LLM, prompts: list[dict]) -> list[dict]:
@@ -198,7 +175,9 @@ def main() -> None:
         nats = ngram_nats(np.load(args.data / "train.npy"), held_out, config["vocab_size"])
         result[f"bits_per_byte_{NGRAM_ORDER}_gram"] = round(nats / math.log(2) / num_bytes, 4)
     tokenizer = Tokenizer.load(args.model)
-    prompts = make_prompts(documents, NUM_PROMPTS, lambda text: len(tokenizer.encode(text)))
+    prompts = make_prompts(documents, NUM_PROMPTS, tokenizer.encode)
+    if len(prompts) < NUM_PROMPTS:
+        raise SystemExit(f"the held-out files give {len(prompts)} prompts, not {NUM_PROMPTS}")
     completions = complete(LLM(args.model, device=device), prompts)
     shares = [c["distinct_4_grams"] for c in completions]
     result |= {
@@ -210,7 +189,7 @@ def main() -> None:
         "evaluation_s": round(time.perf_counter() - start, 1),
     }
     args.out.write_text(json.dumps(result | {"by_prompt": completions}, indent=1) + "\n")
-    args.out.with_name("prompts.jsonl").write_text("".join(json.dumps({"text": p["text"]}) + "\n" for p in prompts))
+    write_prompts(prompts, args.out.with_name("prompts.jsonl"))
     print(json.dumps(result))
 
 
