@@ -7,9 +7,12 @@ import torch
 
 from soloist.errors import UnsupportedError
 from soloist.kernels.allreduce import ALONE, TensorParallel
+from soloist.kernels.linear import PackedWeight
 from soloist.models import load_model
+from soloist.models.layers import DenseCausalLM
 from soloist.models.weights import Part, columns, kv_rows, rows, token_rows
 from tests.miniature import FAMILIES
+from tests.models.gguf_files import draw, write_gguf
 from tests.rank_program import OVERRIDES
 from tests.spec.drafters import write_small
 
@@ -81,3 +84,38 @@ def test_a_number_of_ranks_that_cannot_share_a_model_is_refused_with_those_that_
     with pytest.raises(UnsupportedError, match="widths of 4, which 8 ranks cannot share: allowed are 1, 2, 4"):
         load_model(path, dtype=torch.float32, group=TensorParallel(rank=0, size=8))
     assert load_model(path, dtype=torch.float32, group=ALONE).group.size == 1
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("type_name", ["Q4_0", "Q8_0"])
+def test_ranks_hold_the_values_of_a_gguf_file(tmp_path: Path, family: str, type_name: str):
+    # Half of each row is whole groups of 32, and half of the heads whole tiles of int4; the vocabulary does not divide.
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "vocab_size": 177, "num_hidden_layers": 1}
+    config, tensors = draw(family, **sizes)
+    path = write_gguf(tmp_path / "model.gguf", family, config, tensors, lambda name: type_name)
+    for options in ({"dtype": torch.float32}, {"weights_dtype": "int4"}):
+        whole = load_model(path, **options)
+        parts = [load_model(path, group=group, **options) for group in ranks(2)]
+        assert isinstance(whole, DenseCausalLM) and all(isinstance(part, DenseCausalLM) for part in parts)
+        for model in (whole, *parts):
+            mixer, feed_forward = model.layers[0]
+            model.read = {
+                "head": dense(model.lm_head),
+                "embedding": model.embed_tokens.float(),
+                "out": dense(mixer.o_proj),
+                "down": dense(feed_forward.down),
+                "up": dense(feed_forward.gate_up).view(2, -1, 128).transpose(0, 1),
+                "bias": torch.zeros(1) if mixer.qkv_bias is None else mixer.qkv_bias[: 32 * mixer.num_heads].float(),
+            }
+        for name, axis in {"head": 0, "embedding": 0, "out": 1, "down": 1, "up": 0, "bias": 0}.items():
+            found = torch.cat([part.read[name] for part in parts], dim=axis)
+            wanted = whole.read[name]
+            size = wanted.shape[axis]
+            # What is 4-bit in the file is never rounded again; the rest is, each half by itself.
+            limit = 0.0 if type_name == "Q4_0" or "dtype" in options else 0.1
+            error = (found.narrow(axis, 0, size) - wanted).norm() / wanted.norm().clamp_min(1e-9)
+            assert error <= limit, (name, options, error)
+
+
+def dense(weight: torch.Tensor | PackedWeight) -> torch.Tensor:
+    return weight.dequantise() if isinstance(weight, PackedWeight) else weight.float()

@@ -157,8 +157,6 @@ def load_model(
     if weights == "random":
         source = RandomSource(seed, placement)
     elif isinstance(opened, GGUFFile):
-        if group.size > 1:
-            raise UnsupportedError(f"{opened.path}: tensor parallelism reads safetensors, not GGUF: run it on one rank")
         check_tensors(model_class, config, asked, shapes_by_name(opened), opened.path)
         source = GGUFSource(opened, placement, progress)
     elif isinstance(opened, Path):

@@ -230,17 +230,29 @@ class GGUFSource(LoadingSource):
                 blocks = blocks.view(num_heads, -1, 2, blocks.shape[1]).transpose(1, 2).reshape(blocks.shape)
         return blocks, tensor.type
 
+    def _own(self, part: Part, blocks: torch.Tensor) -> tuple[torch.Tensor, slice]:
+        """Give the rows of blocks that hold what this rank has of a part, and which of their values those are."""
+        if part.split is None or self.group.size == 1:
+            return blocks, slice(None)
+        start, end, _ = part.split.place(part.shape[part.split.axis], self.group)
+        # A vector is one row.
+        is_rows = part.split.axis == 0 and len(part.shape) > 1
+        return (blocks[start:end], slice(None)) if is_rows else (blocks, slice(start, end))
+
     def _fill(self, part: Part, destination: torch.Tensor, init: Init) -> int:
-        blocks, block_type = self._blocks(part.name)
+        all_blocks, block_type = self._blocks(part.name)
+        blocks, columns = self._own(part, all_blocks)
         num_rows = max(1, CHUNK_VALUES // part.shape[-1])
-        rows = destination.view(len(blocks), -1)
-        for chunk, place in zip(blocks.split(num_rows), rows.split(num_rows), strict=True):
-            place.copy_(decode(chunk, block_type.name, block_type.block_bytes))
+        rows = destination.view(-1, destination.shape[-1])
+        rows[len(blocks) :].zero_()
+        for chunk, place in zip(blocks.split(num_rows), rows[: len(blocks)].split(num_rows), strict=True):
+            place.copy_(decode(chunk, block_type.name, block_type.block_bytes)[:, columns])
         return blocks.numel()
 
     def _can_keep_four_bits(self, parts: tuple[Part, ...]) -> bool:
         types = {self._file.tensors[self._names[part.name]].type.name for part in parts}
-        return self._keeps_four_bits and types <= set(FOUR_BIT_TYPES) and can_pack("int4", *stacked_shape(parts))
+        shape = stacked_shape(parts, self.group)
+        return self._keeps_four_bits and types <= set(FOUR_BIT_TYPES) and can_pack("int4", *shape)
 
     def tied_head(self, part: Part, embedding: torch.Tensor) -> Weight:
         return self.linear(part) if self._can_keep_four_bits((part,)) else super().tied_head(part, embedding)
@@ -248,19 +260,22 @@ class GGUFSource(LoadingSource):
     def linear(self, *parts: Part) -> Weight:
         if not self._can_keep_four_bits(parts):
             return super().linear(*parts)
-        rows, inputs = stacked_shape(parts)
-        codes = torch.empty((rows, inputs), dtype=torch.uint8)  # (O, I)
-        scales, mins = torch.empty((2, rows, inputs // INT4_GROUP)).unbind()  # (O, I/32) each
+        rows, inputs = stacked_shape(parts, self.group)
+        # Rows that no token has stay zero.
+        codes = torch.zeros((rows, inputs), dtype=torch.uint8)  # (O, I)
+        scales, mins = torch.zeros((2, rows, inputs // INT4_GROUP)).unbind()  # (O, I/32) each
         start = 0
         for part in parts:
-            blocks, block_type = self._blocks(part.name)
-            groups = decode_groups(blocks, block_type.name, block_type.block_bytes)
-            end = start + part.shape[0]
-            codes[start:end] = groups.q.view(-1, inputs)
-            scales[start:end] = groups.scale.view(-1, inputs // INT4_GROUP)
-            mins[start:end] = groups.minimum.view(-1, inputs // INT4_GROUP)
+            all_blocks, block_type = self._blocks(part.name)
+            blocks, columns = self._own(part, all_blocks)
+            values = decode_groups(blocks, block_type.name, block_type.block_bytes)
+            own = slice(start, start + len(blocks))
+            codes[own] = values.q.view(len(blocks), -1)[:, columns]
+            groups = slice(*(i and i // INT4_GROUP for i in (columns.start, columns.stop)))
+            scales[own] = values.scale.view(len(blocks), -1)[:, groups]
+            mins[own] = values.minimum.view(len(blocks), -1)[:, groups]
             self._advance(blocks.numel())
-            start = end
+            start += part.held_shape(self.group)[0]
         packed = pack_int4(codes, scales, mins, activation_dtype=self.dtype)
         sample = sampled_rows(rows)
         q, scale, minimum = codes[sample], scales[sample], mins[sample]
