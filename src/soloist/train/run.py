@@ -78,6 +78,7 @@ def train_draft(
     temperatures: Sequence[float],
     num_tokens: int,
     data: str,
+    texts_file: Path | None = None,
     store_budget_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
@@ -94,6 +95,7 @@ def train_draft(
         temperatures: of the answers, taking turns.
         num_tokens: ids that may be drawn.
         data: what the prompts are, in words, for the card.
+        texts_file: keeps the answers, so that several drafts can share them. None: one in the folder.
         store_budget_bytes: keep hidden states on disk, in at most so many bytes. None: in memory where they fit, else
             they are computed in every step.
         progress: who hears of it.
@@ -105,14 +107,22 @@ def train_draft(
     progress = progress or Progress()
     working = folder / "training"
     is_first = not dist.is_initialized() or dist.get_rank() == 0
+    file = texts_file or working / FILE_NAME
+
+    def collect() -> list[Text]:
+        return collect_texts(
+            source, prompts, temperatures, seed=settings.seed, file=file, on_progress=progress.on_answer
+        )
+
     texts: list[Text] = []
     if is_first:
         working.mkdir(parents=True, exist_ok=True)
-        texts = _collect(prompts, source, settings, working, temperatures, progress)
+        texts = collect()
     if dist.is_initialized():
         dist.barrier()
         if not is_first:
-            texts = _collect(prompts, source, settings, working, temperatures, progress)
+            # All of them are in the file by now.
+            texts = collect()
     if len(texts) < 2:
         raise UsageError(f"{len(texts)} of {len(prompts)} prompts were answered: a run needs two texts at least")
     if is_first:
@@ -133,19 +143,6 @@ def train_draft(
     if dist.is_initialized():
         dist.barrier()
     return outcome
-
-
-def _collect(
-    prompts: Sequence[Sequence[int]],
-    source: Source,
-    settings: TrainSettings,
-    working: Path,
-    temperatures: Sequence[float],
-    progress: Progress,
-) -> list[Text]:
-    return collect_texts(
-        source, prompts, temperatures, seed=settings.seed, file=working / FILE_NAME, on_progress=progress.on_answer
-    )
 
 
 def _plan(

@@ -119,8 +119,8 @@ class TrainSettings:
     max_grad_norm: float = 1.0
     # Held out of training to measure on.
     held_out_share: float = 0.05
-    # Rows whose logits over the vocabulary are held at once.
-    loss_rows: int = 4096
+    # Rows whose logits over the vocabulary are held at once, several times over. None: half a GB of fp32.
+    loss_rows: int | None = None
     # Of activations: "bf16" or "fp32". Parameters are fp32.
     compute_dtype: str = "bf16"
     seed: int = 0
@@ -130,9 +130,10 @@ class TrainSettings:
     stores_heads: bool = True
 
     def __post_init__(self) -> None:
-        counts = ("num_steps", "documents_per_step", "anchors_per_document", "loss_rows", "log_every")
-        for name in (*counts, "checkpoint_every"):
+        counts = ("num_steps", "documents_per_step", "anchors_per_document", "log_every", "checkpoint_every")
+        for name in counts:
             _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; allowed: at least 1")
+        _require(self.loss_rows is None or self.loss_rows >= 1, f"loss_rows is {self.loss_rows}; allowed: at least 1")
         for name in ("learning_rate", "max_grad_norm"):
             _require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; allowed: above 0")
         _require(self.weight_decay >= 0, f"weight_decay is {self.weight_decay}; allowed: 0 and more")

@@ -41,6 +41,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Adam's memory of gradients and of their squares.
 BETAS = (0.9, 0.95)
 STATE_NAME, METRICS_NAME = "training-state.safetensors", "metrics.jsonl"
+# Of fp32: half a GB.
+LOGITS_AT_ONCE = 2**27
 # Batches of held-out texts that figures are taken from.
 MAX_HELD_OUT_BATCHES = 8
 
@@ -94,7 +96,7 @@ class _Step(nn.Module):
             labels=batch.labels.flatten(),
             temperatures=temperatures[:, None, None].expand_as(batch.labels).flatten(),
             weights=weights,
-            rows=s.loss_rows,
+            rows=s.loss_rows or max(LOGITS_AT_ONCE // self.lm_head.shape[0], 1),
         )
 
 
