@@ -1,21 +1,13 @@
 // Several GPUs that store into each other's memory, on a CPU: every rank has a queue of kernels, every thread is a fiber,
 // and a seed decides who goes on. A store of 16 bytes is four stores of 4, each of which arrives when the seed says:
 // those into a rank's own memory at the latest when the kernel has ended, those into a peer's at any time after that.
-#define uint4 cpu_uint4
-#define blockIdx cpu_block_index
 #include "cuda_on_cpu.h"
-#undef uint4
-#undef blockIdx
 
-#undef __launch_bounds__
-#define __launch_bounds__(...)
 #undef __shared__
 // One program's at a time: exchanged when another program goes on.
 #define __shared__ static __attribute__((section("shared_memory"), used))
 extern char __start_shared_memory[], __stop_shared_memory[];
 
-struct uint4 { unsigned x, y, z, w; };
-static struct { int x; } blockIdx;
 // So that the section exists.
 __shared__ int cpu_first_shared;
 
