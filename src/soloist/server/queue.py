@@ -37,7 +37,9 @@ class Job:
         self._work = work
         self._stop = stop
         self._loop = asyncio.get_running_loop()
-        self._items: asyncio.Queue[Any] = asyncio.Queue()
+        # What the work has given and the reader has not taken; the reader waits for the future.
+        self._items: deque[Any] = deque()
+        self._arrival: asyncio.Future[None] | None = None
         self.submitted_s = time.perf_counter()
         self.started_s: float | None = None
         self.is_cancelled = False
@@ -61,7 +63,15 @@ class Job:
         self._queue.note_progress()
         # The loop is gone when the server is: nobody waits any more.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
+            self._loop.call_soon_threadsafe(self._deliver, item)
+
+    def _deliver(self, item: Any) -> None:
+        self._items.append(item)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
 
     async def items(self, *, silence_s: float | None = None) -> AsyncIterator[Any]:
         """Give what the work yields, in order, and raise what it raised.
@@ -70,11 +80,19 @@ class Job:
             silence_s: give None whenever nothing came for so long, by the wall clock. None: wait in silence.
         """
         while True:
-            try:
-                item = await asyncio.wait_for(self._items.get(), silence_s)
-            except TimeoutError:
-                yield None
+            if not self._items:
+                # Cheaper than asyncio's queue with a timeout, which makes a task for every item.
+                self._arrival = self._loop.create_future()
+                timer = None if silence_s is None else self._loop.call_later(silence_s, self._wake)
+                try:
+                    await self._arrival
+                finally:
+                    if timer is not None:
+                        timer.cancel()
+                if not self._items:
+                    yield None
                 continue
+            item = self._items.popleft()
             if isinstance(item, _End):
                 if item.error is not None:
                     raise item.error
