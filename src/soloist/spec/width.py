@@ -14,7 +14,12 @@ Source: Chen et al., DSpark (arXiv 2607.05147), algorithm 1, for one request.
 
 import torch
 
+from soloist.kernels.check import use_reference
+from soloist.kernels.launch import HAS_TRITON
 from soloist.spec.costs import StepCosts
+
+if HAS_TRITON:
+    from soloist.kernels import width_triton
 
 # Share of the counts that is left behind each step: what was kept a hundred steps ago says little.
 DECAY = 0.97
@@ -103,6 +108,18 @@ class WidthRule:
 
     def limit(self, width: torch.Tensor) -> None:
         """Lower the width () int32 that a step may have, in place, by what is known before anything is drafted."""
+        if not use_reference(width):
+            width_triton.limit(
+                width,
+                self.cap,
+                self.reached,
+                self.kept,
+                self.prior,
+                self.step_ms,
+                prior_drafts=PRIOR_DRAFTS,
+                has_best=not self.has_confidences,
+            )
+            return
         width.copy_(torch.minimum(width, self.cap))
         if not self.has_confidences:
             width.copy_(torch.minimum(width, best_width(self.acceptance().cumprod(0), self.step_ms)))
@@ -116,6 +133,9 @@ class WidthRule:
         Returns:
             () int32, 1..T.
         """
+        if not use_reference(confidences):
+            counts = (self.reached, self.kept, self.prior)
+            return width_triton.stop(confidences, self.cells, *counts, self.envelope_ms, prior_drafts=PRIOR_DRAFTS)
         self.cells.copy_((confidences * NUM_CELLS).long().clamp(0, NUM_CELLS - 1))
         return stop_width(self.acceptance().index_select(0, self.cells).cumprod(0), self.envelope_ms)
 
@@ -126,6 +146,9 @@ class WidthRule:
             width: () int32, of the step.
             num_accepted: () int32.
         """
+        if not use_reference(width):
+            width_triton.count(width, num_accepted, self.cells, self.reached, self.kept, decay=DECAY)
+            return
         is_kept = self.rows < num_accepted
         is_reached = (self.rows <= num_accepted) & (self.rows < width - 1)
         self.reached.mul_(DECAY).scatter_add_(0, self.cells, is_reached.float())
