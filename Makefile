@@ -4,11 +4,13 @@
 #   TORCH_INDEX  an extra package index with CPU builds of PyTorch, for machines where the default one has none
 #   PROMPT       what `make run` asks
 #   JOBS         test processes
+#   RANKS        GPUs that share a model in `make bench-gpus`
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 PROMPT ?= Why is the sky blue?
 JOBS ?= 2
+RANKS ?= 2
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
@@ -25,7 +27,7 @@ EVALUATION_VENV := $(VENV)-evaluation
 EVALUATION_STAMP := $(EVALUATION_VENV)/stamp
 export PROMPT
 
-.PHONY: help run test test-clients test-browser test-replicas fuzz check docs bench-cpu test-gpu bench-gpu bench-gpu-ladder bench-gpu-peers clean
+.PHONY: help run test test-clients test-browser test-replicas fuzz check docs bench-cpu test-gpu bench-gpu bench-gpus bench-gpu-ladder bench-gpu-peers clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -74,6 +76,11 @@ bench-gpu:  ## Decode and verify steps of full-size models, and every kernel, on
 	    ling3-flash-shard2-nodraft ling3-flash-shard2-verify
 	PYTHONPATH=src $(PYTHON) benchmarks/kernels_hybrid.py --shapes flash-tp1,flash-tp2,tiny \
 	    --json benchmarks/results/h200/kernels.json
+
+bench-gpus:  ## Ling-3.0-flash whole on RANKS GPUs of this machine, and the sums between them
+	PYTHONPATH=src $(PYTHON) benchmarks/allreduce_gpu.py --ranks $(RANKS)
+	PYTHONPATH=src $(PYTHON) benchmarks/decode_tp_gpu.py --ranks $(RANKS) nodraft dspark mtp
+	PYTHONPATH=src $(PYTHON) benchmarks/decode_tp_gpu.py --ranks $(RANKS) --model ling-3.0-tiny nodraft
 
 bench-gpu-ladder:  ## What each switch of a step gives, drafts by width, the way to the first token, on this machine's GPU
 	PYTHONPATH=src $(PYTHON) benchmarks/ladder_gpu.py qwen2-1.5b-ladder qwen2-1.5b-drafts ling3-tiny-ladder
