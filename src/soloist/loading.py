@@ -32,7 +32,7 @@ DEFAULT_CONTEXT_LEN = 32768
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 # What most requests need of the sampler.
-_GREEDY = SamplingPlan.of(SamplingParams())
+_GREEDY, _SAMPLED = (SamplingPlan.of(SamplingParams(temperature=temperature)) for temperature in (0.0, 1.0))
 # What Python runs as another rank.
 _FOLLOWER = "from soloist.follower import main; main()"
 
@@ -163,7 +163,7 @@ def load_rank(
         torch.set_num_threads(options.num_threads or shared or measure_num_threads(runner))
     if ranks.group.size == 1:
         # Now rather than while somebody waits for an answer. Several ranks capture together, with a request.
-        engine.compile_ahead(_GREEDY, on_compiled)
+        engine.compile_ahead([_GREEDY, _SAMPLED], on_compiled)
         engine.prepare(_GREEDY)
     if options.adaptive_width:
         engine.adapt_width(known_costs(engine, user_cache_dir()))

@@ -1,7 +1,7 @@
 """Compiling kernels side by side, before any of them runs: a step has dozens, each takes about a second of a core."""
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,19 @@ if HAS_TRITON:
 
 # Called with (kernels compiled, kernels to compile).
 OnCompiled = Callable[[int, int], None]
+
+
+class _Compilers(ThreadPoolExecutor):
+    """Threads that also do what a kernel's first launch would: build the C code around it, and load both."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        def compile_and_load() -> Any:
+            kernel = fn(*args, **kwargs)
+            # A property, made on first use.
+            assert kernel.run is not None
+            return kernel
+
+        return super().submit(compile_and_load)
 
 
 @contextmanager
@@ -29,7 +42,7 @@ def compiling_ahead(num_threads: int, on_compiled: OnCompiled | None = None) -> 
 
     JITFunction.run = compile_only
     try:
-        with ThreadPoolExecutor(num_threads) as threads, AsyncCompileMode(threads) as mode:
+        with _Compilers(num_threads) as threads, AsyncCompileMode(threads) as mode:
             yield
             for done, _ in enumerate(as_completed(mode.raw_futures)):
                 if on_compiled is not None:
