@@ -17,8 +17,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: write_tiny_model(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
 
 
-def start(serve, folder: Path, *, keeps: bool = True, **settings) -> Client:
-    llm = LLM(folder, dtype="float32", num_threads=1, max_context_len=1000)
+def start(serve, folder: Path, *, keeps: bool = True, context: int = 1000, **settings) -> Client:
+    llm = LLM(folder, dtype="float32", num_threads=1, max_context_len=context)
     llm.engine.prefixes = PrefixStore(host_bytes=1 << 28) if keeps else None
     return serve(llm, **settings)
 
@@ -48,6 +48,25 @@ def test_a_long_conversation_is_read_once(serve, folders, family: str):
             assert answer["timings"]["cache_n"] == num_kept
         assert cached(plain) == 0
         messages += [answer["choices"][0]["message"], {"role": "user", "content": f"and {turn}?"}]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_percent_of_four_thousand_tokens_are_read_again_at_most(serve, tmp_path, family: str):
+    folder = write_tiny_model(tmp_path, family, max_position_embeddings=6000)
+    client, cold = start(serve, folder, context=5000), start(serve, folder, keeps=False, context=5000)
+    messages = [{"role": "system", "content": "the lazy dog jumps over " * 780}]
+    num_prompt = 0
+    for turn in range(4):
+        messages.append({"role": "user", "content": f"{turn}: " + "the quick brown fox jumps over it " * 12})
+        answer = say(client, messages)
+        reread, known = answer["timings"]["prompt_n"], num_prompt
+        num_prompt = answer["usage"]["prompt_tokens"]
+        if turn:
+            # What the turn added must be read; of what was there before, almost nothing is.
+            assert reread - (num_prompt - known) < 0.02 * known, (reread, num_prompt, known)
+        messages.append(answer["choices"][0]["message"])
+    assert known > 4000
+    assert answer["choices"] == say(cold, messages[:-1])["choices"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
