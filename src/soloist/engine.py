@@ -276,7 +276,7 @@ class Engine:
             self._graphs[plan, is_drafting].replay
             if is_captured
             else self.make_step(plan, constraint, is_drafting=is_drafting)
-            for is_drafting in ((True,) if self.switch is None else (True, False))
+            for is_drafting in self._kinds
         ]
         launch = launches[0] if self.switch is None else self._switched(*launches)
         return self.queue(launch, num_top=num_top, is_captured=is_captured)
