@@ -61,7 +61,12 @@ def run_case(target: CausalLM, folder: Path, scratch: Path, family: str, drafter
     prompt = prompt_of(5, target.config.vocab_size, seed=1) * 2
     greedy = answer(engine, prompt, max_tokens=MAX_TOKENS)
     sampled = answer(engine, prompt, max_tokens=MAX_TOKENS // 2, temperature=0.7, seed=11)
-    return {"greedy": greedy, "sampled": sampled}
+    if drafter is not None:
+        return {"greedy": greedy, "sampled": sampled}
+    # So few tokens may be drawn that the last rank holds none of them.
+    few = make_engine(target, num_tokens=target.config.vocab_size // 4)
+    prompt = [token % few.runner.buffers.num_tokens for token in prompt]
+    return {"greedy": greedy, "sampled": sampled, "few": answer(few, prompt, max_tokens=4)}
 
 
 def run_cases(folder: Path, scratch: Path, cases: list[tuple[str, str | None]], group: TensorParallel) -> list[Any]:
