@@ -71,6 +71,7 @@ def test_a_stopped_run_asks_only_for_what_is_missing_and_gets_the_same(tmp_path:
 
 
 def test_answers_that_are_the_targets_own_pass_and_those_of_another_model_do_not(tmp_path: Path):
+    # Field report 166: a draft trained on other text than the target's is accepted less than training says.
     target, other = load_target(tmp_path / "target"), load_target(tmp_path / "other", rms_norm_eps=0.5)
     prompts = make_prompts(30, 190)
     own = collect_texts(make_source(target), prompts, (0.0, 1.0), seed=0)
