@@ -161,10 +161,11 @@ def load_rank(
         # Steps of one rank cannot be timed alone.
         shared = max(1, torch.get_num_threads() // num_ranks) if num_ranks > 1 else 0
         torch.set_num_threads(options.num_threads or shared or measure_num_threads(runner))
+    # Now rather than while somebody waits for an answer.
     if ranks.group.size == 1:
-        # Now rather than while somebody waits for an answer. Several ranks capture together, with a request.
+        # Side by side; ranks compile as they go, since what is only compiled gives no values to exchange.
         engine.compile_ahead([_GREEDY, _SAMPLED], on_compiled)
-        engine.prepare(_GREEDY)
+    engine.prepare(_GREEDY)
     if options.adaptive_width:
         engine.adapt_width(known_costs(engine, user_cache_dir()))
         engine.prepare(_GREEDY)
