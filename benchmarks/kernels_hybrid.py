@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from soloist.kernels import kda, kda_prompt_triton, kda_triton, mla, mla_triton, moe
+from soloist.kernels import kda, kda_prompt_triton, kda_triton, kda_verify_cuda, mla, mla_triton, moe
 from soloist.kernels.launch import programmatic_launch
 
 WIDTHS = (1, 4, 9, 16)
@@ -166,14 +166,14 @@ def bench_kda(shape: Shape, bandwidth: float, rows: list[dict]) -> None:
         for law in (-5.0, None):
             ref_state, ref_conv = state[0].clone(), conv[0].clone()
             ref = kda.kda_recurrent_ref(*args, ref_state, ref_conv, num_heads=H, lower_bound=law)
-            out = kda_triton.verify(*args, state[0], conv[0], *(x[0] for x in kept), lower_bound=law)
+            out = kda_verify_cuda.verify(*args, state[0], conv[0], *(x[0] for x in kept), lower_bound=law)
             got_state, got_conv = state[:1].clone(), conv[:1].clone()
             count = torch.tensor(T, dtype=torch.int32, device="cuda")
             kda_triton.commit(got_state, got_conv, *(x[:1].contiguous() for x in kept), count)
             report(rows, f"{shape.name} kda_verify {law}", T, error(out, ref), error(got_state[0], ref_state))
 
         def verify(i: int) -> Callable[[], object]:
-            return lambda: kda_triton.verify(*args, state[i], conv[i], *(x[i] for x in kept), lower_bound=-5.0)
+            return lambda: kda_verify_cuda.verify(*args, state[i], conv[i], *(x[i] for x in kept), lower_bound=-5.0)
 
         record(rows, shape, "kda_verify", T, time_chain([verify(i) for i in range(L)]), state_bytes, bandwidth)
     count = torch.tensor(5, dtype=torch.int32, device="cuda")

@@ -265,7 +265,8 @@ def test_projections_may_be_slices_of_one_packed_projection() -> None:
     slices = packed.split([x.shape[1] for x in rows], dim=1)
     for form in (kda.kda_recurrent_ref, kda.kda_chunk):
         expected = form(*rows, *layer, state.clone(), conv.clone(), **kw)
-        assert torch.equal(form(*slices, *layer, state.clone(), conv.clone(), **kw), expected)
+        # Sums of rows that are apart may be vectorised differently.
+        torch.testing.assert_close(form(*slices, *layer, state.clone(), conv.clone(), **kw), expected)
 
 
 def test_shapes_that_disagree_are_refused() -> None:

@@ -25,7 +25,7 @@ from soloist.kernels.check import FLOATS, expect, use_reference
 from soloist.kernels.launch import HAS_TRITON
 
 if HAS_TRITON:
-    from soloist.kernels import kda_prompt_triton, kda_triton
+    from soloist.kernels import kda_prompt_triton, kda_triton, kda_verify_cuda
 from soloist.kernels.norm import gated_rms_norm_ref
 
 # Rows that one triangular system ties together, and rows whose decays are formed pair by pair.
@@ -430,7 +430,7 @@ def kda_verify(
     kept = (verify_k, verify_u, verify_g, verify_conv)
     if use_reference(qkv):
         return kda_verify_ref(*layer, *kept, num_heads=num_heads, lower_bound=lower_bound)
-    return kda_triton.verify(*layer, *kept, lower_bound=lower_bound)
+    return kda_verify_cuda.verify(*layer, *kept, lower_bound=lower_bound)
 
 
 def kda_commit(

@@ -10,15 +10,145 @@ import torch
 import triton
 import triton.language as tl
 
-from soloist.kernels.kda_triton import (
-    BLOCK_V,
-    DOT_PRECISION,
-    ROWS,
-    finish_head,
-    load_block,
-    shift_window,
-    short_conv,
-)
+from soloist.kernels.kda_triton import BLOCK_V, DOT_PRECISION, ROWS, log_decay, shift_window, window_rows
+
+
+@triton.jit
+def _short_conv(x_ptr, conv_ptr, conv_w_ptr, i_row, i_c, T, stride_t, C: tl.constexpr):
+    """silu of the width-4 depthwise convolution, rounded to the model's dtype: (rows, channels) fp32."""
+    b_y = tl.zeros((i_row.shape[0], i_c.shape[0]), dtype=tl.float32)
+    for tap in tl.static_range(4):
+        b_x = window_rows(x_ptr, conv_ptr, i_row + (tap - 3), i_c, T, stride_t, C).to(tl.float32)
+        b_y += b_x * tl.load(conv_w_ptr + i_c * 4 + tap).to(tl.float32)[None, :]
+    b_y = b_y * tl.sigmoid(b_y)
+    return b_y.to(x_ptr.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _pair_products(b_q, b_k, b_g, i_r, ROWS: tl.constexpr, IS_BOUNDED: tl.constexpr, DOT_PRECISION: tl.constexpr):
+    """sum_d k_i exp(G_i - G_j) k_j and the same with q_i, for all pairs of rows, of which only i >= j mean anything; G.
+
+    With a bounded gate (at least -5 a row) exp(G_i - G_j) splits at the middle row: neither factor passes exp(40). An
+    unbounded one is summed pair by pair: no exponent is ever positive, and none is a difference of large sums.
+    """
+    if IS_BOUNDED:
+        b_cum = tl.cumsum(b_g, axis=0)  # (ROWS, K)
+        b_middle = tl.sum(tl.where((i_r == ROWS // 2 - 1)[:, None], b_cum, 0.0), axis=0)
+        b_up = tl.exp(b_cum - b_middle[None, :])
+        b_down_t = tl.trans(b_k * tl.exp(b_middle[None, :] - b_cum))  # (K, ROWS)
+        b_kk = tl.dot(b_k * b_up, b_down_t, input_precision=DOT_PRECISION)
+        b_qk = tl.dot(b_q * b_up, b_down_t, input_precision=DOT_PRECISION)
+    else:
+        b_kk = tl.zeros((ROWS, ROWS), dtype=tl.float32)
+        b_qk = tl.zeros((ROWS, ROWS), dtype=tl.float32)
+        # g_{j+1} + ... + g_i, from the last j to the first; in the end the whole sum.
+        b_cum = tl.zeros_like(b_g)
+        for back in range(ROWS):
+            j = ROWS - 1 - back
+            m_j = i_r == j
+            k_j = tl.sum(tl.where(m_j[:, None], b_k, 0.0), axis=0)
+            g_j = tl.sum(tl.where(m_j[:, None], b_g, 0.0), axis=0)
+            b_decayed = tl.exp(b_cum) * k_j[None, :]
+            b_kk = tl.where(m_j[None, :], tl.sum(b_k * b_decayed, axis=1)[:, None], b_kk)
+            b_qk = tl.where(m_j[None, :], tl.sum(b_q * b_decayed, axis=1)[:, None], b_qk)
+            b_cum += tl.where((i_r >= j)[:, None], g_j[None, :], 0.0)
+    return b_kk, b_qk, b_cum
+
+
+@triton.jit
+def _inverse(b_l, i_r, DOT_PRECISION: tl.constexpr):
+    """(I + L)^-1 of a strictly lower (16, 16) L, in blocks of 4.
+
+    Both factors of I + L = (I + B)(I + M), B the blocks on the diagonal and M = (I + B)^-1 (L - B), have a nilpotent
+    part of order 4: (I + X)^-1 = (I - X)(I + X^2) exactly, without the large powers that the same series over all 16
+    rows would cancel.
+    """
+    b_one = tl.where(i_r[:, None] == i_r[None, :], 1.0, 0.0)
+    m_block = i_r[:, None] // 4 == i_r[None, :] // 4
+    b_block = tl.where(m_block, b_l, 0.0)
+    b_square = tl.dot(b_block, b_block, input_precision=DOT_PRECISION)
+    b_inner = tl.dot(b_one - b_block, b_one + b_square, input_precision=DOT_PRECISION)
+    b_m = tl.dot(b_inner, tl.where(m_block, 0.0, b_l), input_precision=DOT_PRECISION)
+    b_square = tl.dot(b_m, b_m, input_precision=DOT_PRECISION)
+    b_outer = tl.dot(b_one - b_m, b_one + b_square, input_precision=DOT_PRECISION)
+    return tl.dot(b_outer, b_inner, input_precision=DOT_PRECISION)
+
+
+@triton.jit
+def _load_block(
+    qkv_ptr,
+    f_ptr,
+    b_ptr,
+    conv_ptr,
+    conv_w_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    head,
+    i_t,
+    T,
+    qkv_stride_t,
+    f_stride_t,
+    b_stride_t,
+    scale,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    LOWER_BOUND: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
+):
+    """What a block of rows of one head gives to the WY form, whatever the values are.
+
+    Returns:
+        k, g, exp(cumulated g), q (rows, K); beta (rows); (I + L)^-1 and P (rows, rows).
+    """
+    i_k = tl.arange(0, K)
+    c_q = head * K + i_k
+    m_t = i_t < T
+    i_t64 = i_t.to(tl.int64)
+    b_q = _short_conv(qkv_ptr, conv_ptr, conv_w_ptr, i_t, c_q, T, qkv_stride_t, C)
+    b_k = _short_conv(qkv_ptr, conv_ptr, conv_w_ptr, i_t, H * K + c_q, T, qkv_stride_t, C)
+    b_q = b_q / tl.sqrt(tl.sum(b_q * b_q, axis=1) + 1e-6)[:, None] * scale
+    b_k = b_k / tl.sqrt(tl.sum(b_k * b_k, axis=1) + 1e-6)[:, None]
+    b_f = tl.load(f_ptr + i_t64[:, None] * f_stride_t + c_q[None, :], mask=m_t[:, None], other=0.0).to(tl.float32)
+    a_log = tl.load(a_log_ptr + head)
+    b_dt = tl.load(dt_bias_ptr + c_q)
+    b_g = tl.where(m_t[:, None], log_decay(b_f, a_log, b_dt[None, :], LOWER_BOUND), 0.0)
+    b_beta = tl.load(b_ptr + i_t64 * b_stride_t + head, mask=m_t, other=0.0).to(tl.float32)
+    b_beta = tl.where(m_t, tl.sigmoid(b_beta), 0.0)
+    b_q = tl.where(m_t[:, None], b_q, 0.0)
+    b_k = tl.where(m_t[:, None], b_k, 0.0)
+
+    i_r = tl.arange(0, i_t.shape[0])
+    b_kk, b_qk, b_cum = _pair_products(b_q, b_k, b_g, i_r, i_t.shape[0], LOWER_BOUND is not None, DOT_PRECISION)
+    b_l = tl.where(i_r[:, None] > i_r[None, :], b_kk * b_beta[:, None], 0.0)
+    b_p = tl.where(i_r[:, None] >= i_r[None, :], b_qk, 0.0)
+    return b_k, b_g, tl.exp(b_cum), b_q, b_beta, _inverse(b_l, i_r, DOT_PRECISION), b_p
+
+
+@triton.jit
+def _finish_head(
+    out_ptr,
+    gate_ptr,
+    o_norm_ptr,
+    head,
+    start,
+    T,
+    gate_stride_t,
+    eps,
+    H: tl.constexpr,
+    V: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Norm and gate ROWS rows of one head of out (T, H*V), in place."""
+    i_v = tl.arange(0, V)
+    i_t = (start + tl.arange(0, ROWS)).to(tl.int64)
+    m_t = (i_t < T)[:, None]
+    p_out = out_ptr + i_t[:, None] * (H * V) + (head * V + i_v)[None, :]
+    b_o = tl.load(p_out, mask=m_t, other=0.0, cache_modifier=".cg").to(tl.float32)
+    b_gate = tl.load(gate_ptr + i_t[:, None] * gate_stride_t + (head * V + i_v)[None, :], mask=m_t, other=0.0)
+    b_norm = tl.load(o_norm_ptr + i_v).to(tl.float32)
+    b_y = b_o / tl.sqrt(tl.sum(b_o * b_o, axis=1) / V + eps)[:, None] * b_norm[None, :]
+    tl.store(p_out, (b_y * tl.sigmoid(b_gate.to(tl.float32))).to(out_ptr.dtype.element_ty), mask=m_t)
 
 
 @triton.jit
@@ -60,7 +190,7 @@ def prepare_kernel(
     i_k = tl.arange(0, K)
     i_v = tl.arange(0, V)
     i_t = block * ROWS + i_r
-    b_k, b_g, b_from_start, b_q, b_beta, b_inverse, b_p = load_block(
+    b_k, b_g, b_from_start, b_q, b_beta, b_inverse, b_p = _load_block(
         qkv_ptr,
         f_ptr,
         b_ptr,
@@ -92,7 +222,7 @@ def prepare_kernel(
     tl.store(k_ptr + p_k, tl.exp(tl.minimum(b_later, 0.0)) * b_k)
     tl.store(p_ptr + (o_block * ROWS + i_r)[:, None] * ROWS + i_r[None, :], b_p)
     tl.store(total_ptr + o_block * K + i_k, tl.exp(total))
-    b_v = short_conv(qkv_ptr, conv_ptr, conv_w_ptr, i_t, 2 * H * K + head * V + i_v, T, qkv_stride_t, C)
+    b_v = _short_conv(qkv_ptr, conv_ptr, conv_w_ptr, i_t, 2 * H * K + head * V + i_v, T, qkv_stride_t, C)
     p_v = (o_block * ROWS + i_r)[:, None] * V + i_v[None, :]
     tl.store(u_ptr + p_v, tl.dot(b_m, b_v, input_precision=DOT_PRECISION))
 
@@ -160,7 +290,7 @@ def finish_kernel(
 ):
     """Norm and gate out (T, H*V) in place; the first programs of a head move the window. Grid: (H, T / ROWS)."""
     head = tl.program_id(0)
-    finish_head(out_ptr, gate_ptr, o_norm_ptr, head, tl.program_id(1) * ROWS, T, gate_stride_t, eps, H, V, ROWS)
+    _finish_head(out_ptr, gate_ptr, o_norm_ptr, head, tl.program_id(1) * ROWS, T, gate_stride_t, eps, H, V, ROWS)
     if tl.program_id(1) == 0:
         i_k = tl.arange(0, K)
         shift_window(qkv_ptr, conv_ptr, T, head * K + i_k, qkv_stride_t, C)
