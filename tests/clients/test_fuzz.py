@@ -16,8 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from soloist.server.app import App
 from tests.clients.served import served
-from tests.server.client import make_tokenizer, scripted_llm
-from tests.server.test_protocols import TEMPLATE
+from tests.server.client import TOOLS_TEMPLATE, make_tokenizer, scripted_llm
 
 schemathesis = pytest.importorskip("schemathesis")
 NUM_CASES = int(os.environ.get("FUZZ_CASES", "2000"))
@@ -26,7 +25,7 @@ NUM_BODIES = int(os.environ.get("FUZZ_BODIES", "10000"))
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    tokenizer = make_tokenizer(tmp_path_factory.mktemp("tokenizer"), TEMPLATE)
+    tokenizer = make_tokenizer(tmp_path_factory.mktemp("tokenizer"), TOOLS_TEMPLATE)
     with served(scripted_llm(tokenizer, ["ab", "cd"]), keep_alive_s=1.0) as (url, app):
         yield url, app
 

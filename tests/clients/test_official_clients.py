@@ -6,8 +6,8 @@ import json
 import pytest
 
 from tests.clients.served import served
-from tests.server.client import make_tokenizer, scripted_llm
-from tests.server.test_protocols import CALL, TEMPLATE
+from tests.server.client import TOOLS_TEMPLATE, make_tokenizer, scripted_llm
+from tests.server.test_protocols import CALL
 from tests.server.test_tool_calls import ARGUMENTS, TOOLS
 
 openai = pytest.importorskip("openai")
@@ -19,7 +19,7 @@ HI = [{"role": "user", "content": "hi"}]
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     special = ("<|bos|>", "<|im_end|>", "<|endoftext|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
-    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"), TEMPLATE, special=special, user_defined=())
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"), TOOLS_TEMPLATE, special=special, user_defined=())
 
 
 @pytest.fixture

@@ -17,6 +17,13 @@ from tests.tiny_model import CHAT_TEMPLATE
 from tests.tiny_vocabulary import make_backend, make_folder
 
 TIMEOUT_S = 20
+# With tools, which it shows, and reasoning, which it opens if asked to.
+TOOLS_TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.reasoning_content or '' }}{{ m.content }}"
+    "{{ m.tool_calls | tojson if m.tool_calls else '' }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% if enable_thinking %}<think>{% endif %}{% endif %}"
+)
 
 
 @dataclass

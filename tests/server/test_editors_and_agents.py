@@ -3,25 +3,19 @@
 import asyncio
 import json
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
-from soloist.tokenizer import Tokenizer
-from tests.server.client import Client, Response, scripted_llm
-from tests.server.test_protocols import CALL, tools_tokenizer  # noqa: F401
+from tests.server.client import Client, Response
+from tests.server.test_protocols import CALL
 from tests.server.test_tool_calls import ARGUMENTS
 
 
 @pytest.fixture
-def act(serve, tools_tokenizer: Tokenizer) -> Callable[..., Client]:  # noqa: F811
-    """Serve a model that says a text, some tokens a step, with room for what agents send."""
-
-    def start(text: str, size: int = 3) -> Client:
-        ids = tools_tokenizer.encode(text, allow_special=True)
-        groups = [ids[i : i + size] for i in range(0, len(ids), size)]
-        return serve(scripted_llm(tools_tokenizer, groups, max_context_len=4000))
-
-    return start
+def say(act) -> Callable[..., Client]:
+    """Serve a model that says a text, with room for what agents send."""
+    return partial(act, max_context_len=4000)
 
 
 FIM = "<|fim_prefix|>def f(x):\n    <|fim_suffix|>\n<|fim_middle|>"
@@ -41,8 +35,8 @@ def data(response: Response) -> list:
 # --- editors
 
 
-def test_llama_vim_warms_the_ring_context_and_asks(act):
-    client = act("return x<|file_sep|>more")
+def test_llama_vim_warms_the_ring_context_and_asks(say):
+    client = say("return x<|file_sep|>more")
     body = {
         "id_slot": 0, "input_prefix": "def f(x):\n", "input_suffix": "\n", "prompt": "    ", "n_predict": 0,
         "input_extra": [{"filename": "a.py", "text": "x = 1\n", "time": [1, 2]}],
@@ -63,8 +57,8 @@ def test_llama_vim_warms_the_ring_context_and_asks(act):
     assert set(answer.json) == set(fields) and answer.json["content"] == "return x"
 
 
-def test_tabby_reads_llama_cpp_objects(act):
-    client = act("return x<|endoftext|>")
+def test_tabby_reads_llama_cpp_objects(say):
+    client = say("return x<|endoftext|>")
     body = {
         "seed": 12345, "prompt": FIM, "n_predict": 64, "temperature": 0.1, "stream": True, "penalty_last_n": 0,
         "presence_penalty": 0.0,
@@ -74,8 +68,8 @@ def test_tabby_reads_llama_cpp_objects(act):
     assert "".join(e["content"] for e in events) == "return x" and [e["stop"] for e in events].count(True) == 1
 
 
-def test_tabby_reads_openai_chunks_without_looking(act):
-    client = act("return x<|endoftext|>")
+def test_tabby_reads_openai_chunks_without_looking(say):
+    client = say("return x<|endoftext|>")
     body = {
         "model": "qwen", "prompt": "def f(x):\n    ", "suffix": "\n", "max_tokens": 64, "temperature": 0.1,
         "stream": True, "presence_penalty": 0.0,
@@ -99,17 +93,17 @@ CONTINUE_STOPS = [
 @pytest.mark.parametrize(
     "said", ["return x<|fim_middle|>", "return x\ndef g", "return x<|endoftext|>", "return x\n\n\n#"]
 )
-def test_continue_shows_neither_markers_nor_the_next_function(act, said: str):
+def test_continue_shows_neither_markers_nor_the_next_function(say, said: str):
     body = {
         "model": "qwen2.5-coder", "prompt": FIM, "max_tokens": 256, "temperature": 0.01, "stop": CONTINUE_STOPS,
         "stream": True, "top_p": 1, "frequency_penalty": 0, "presence_penalty": 0,
     }  # fmt: skip
-    events = data(act(said, 2).post("/v1/completions", body))
+    events = data(say(said, 2).post("/v1/completions", body))
     assert "".join(c["text"] for e in events for c in e["choices"]) == "return x"
 
 
-def test_a_keystroke_drops_the_request_before_it(act):
-    client = act("word " * 20, 1)
+def test_a_keystroke_drops_the_request_before_it(say):
+    client = say("word " * 20, 1)
 
     async def type_on() -> list[Response]:
         tasks = []
@@ -181,8 +175,8 @@ def claude_body(**fields) -> dict:
     } | fields  # fmt: skip
 
 
-def test_a_claude_code_like_agent_goes_through_a_turn_with_a_tool(act):
-    client = act(f"hmm</think>Well.{CALL}")
+def test_a_claude_code_like_agent_goes_through_a_turn_with_a_tool(say):
+    client = say(f"hmm</think>Well.{CALL}")
     response = client.post("/v1/messages?beta=true", claude_body(), **CLAUDE_HEADERS)
     assert response.status == 200, response.body
     events = response.named_events
@@ -227,9 +221,9 @@ def test_a_claude_code_like_agent_goes_through_a_turn_with_a_tool(act):
     assert counted.status == 200 and counted.json["input_tokens"] > start["usage"]["input_tokens"]
 
 
-def test_a_title_is_asked_for_without_tools_or_thinking(act):
+def test_a_title_is_asked_for_without_tools_or_thinking(say):
     body = claude_body(tools=[], thinking={"type": "disabled"}, max_tokens=512, temperature=0)
-    assert act("Fix it").post("/v1/messages?beta=true", body, **CLAUDE_HEADERS).status == 200
+    assert say("Fix it").post("/v1/messages?beta=true", body, **CLAUDE_HEADERS).status == 200
 
 
 CODEX_TOOLS = [
@@ -266,10 +260,10 @@ def codex_body(items: list[dict], **fields) -> dict:
     } | fields
 
 
-def test_a_codex_like_agent_patches_a_file_and_goes_on(act):
+def test_a_codex_like_agent_patches_a_file_and_goes_on(say):
     patch = "*** Begin Patch\n+x\n*** End Patch"
     call = json.dumps({"name": "apply_patch", "arguments": {"input": patch}})
-    client = act(f"plan</think>On it.\n<tool_call>\n{call}\n</tool_call>\n<tool_call>\n{call}\n</tool_call>")
+    client = say(f"plan</think>On it.\n<tool_call>\n{call}\n</tool_call>\n<tool_call>\n{call}\n</tool_call>")
     headers = {"originator": "codex_cli_rs", "session_id": "0199", "accept": "text/event-stream"}
     response = client.post("/v1/responses", codex_body([]), **headers)
     assert response.status == 200, response.body
@@ -315,10 +309,10 @@ def test_a_codex_like_agent_patches_a_file_and_goes_on(act):
         ("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 5, "min_tokens": 5, "seed": 0}),
     ],
 )  # fmt: skip
-def test_benchmarks_count_tokens_in_the_last_event(act, path: str, fields: dict):
+def test_benchmarks_count_tokens_in_the_last_event(say, path: str, fields: dict):
     options = {"include_usage": True, "continuous_usage_stats": True}
     messages = {} if "prompt" in fields else {"messages": [{"role": "user", "content": "hi", "name": "me"}]}
-    client = act("a" * 30, 1)
+    client = say("a" * 30, 1)
     response = client.post(path, messages | fields | {"stream": True, "stream_options": options}, x_request_id="r1")
     assert response.status == 200, response.body
     events = data(response)

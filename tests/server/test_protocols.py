@@ -1,45 +1,20 @@
 """Tools and reasoning through every protocol, Anthropic's messages, responses, llama.cpp's routes."""
 
 import json
-from collections.abc import Callable
 
 import pytest
 
 from soloist.generation import Generation
 from soloist.server.tool_calls import JsonParser
 from soloist.tokenizer import Tokenizer
-from tests.server.client import Client, Response, make_tokenizer, scripted_llm
+from tests.server.client import Response
 from tests.server.test_tool_calls import ANSWERS, ARGUMENTS, TOOLS
 
-TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}"
-    "{% for m in messages %}{{ m.role }}: {{ m.reasoning_content or '' }}{{ m.content }}"
-    "{{ m.tool_calls | tojson if m.tool_calls else '' }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% if enable_thinking %}<think>{% endif %}{% endif %}"
-)
 ASK = {"messages": [{"role": "user", "content": "hi"}]}
 CALL = ANSWERS[JsonParser]
 THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
 # Four bytes a step.
 SAID = f"hmm</think>Well.{CALL}"
-
-
-@pytest.fixture(scope="session")
-def tools_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    fim = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>")
-    special = ("<|bos|>", "<|im_end|>", "<|endoftext|>", *fim)
-    return make_tokenizer(tmp_path_factory.mktemp("tools"), TEMPLATE, special=special, user_defined=())
-
-
-@pytest.fixture
-def act(serve, tools_tokenizer: Tokenizer) -> Callable[..., Client]:
-    """Serve a model that says a text, some tokens a step."""
-
-    def start(text: str, size: int = 3, **settings) -> Client:
-        ids = tools_tokenizer.encode(text, allow_special=True)
-        return serve(scripted_llm(tools_tokenizer, [ids[i : i + size] for i in range(0, len(ids), size)]), **settings)
-
-    return start
 
 
 # --- chat completions
