@@ -94,6 +94,11 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
+    def has_filters(self) -> bool:
+        """Whether any filter cuts the law that tokens are drawn from."""
+        return self.top_k is not None or self.top_p != 1 or self.min_p != 0
+
+    @property
     def has_penalties(self) -> bool:
         """Whether any penalty changes the logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0

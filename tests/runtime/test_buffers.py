@@ -72,8 +72,14 @@ def test_a_request_is_written_down_as_it_was_asked_for():
         has_penalties=True,
         has_min_tokens=True,
         has_logprobs=False,
+        has_filters=True,
         has_constraint=False,
     )
+    # A greedy request draws nothing that could be cut.
+    assert not SamplingPlan.of(SamplingParams(top_k=4)).has_filters
+    assert not SamplingPlan.of(SamplingParams(temperature=0.5)).has_filters
+    for cut in ({"top_k": 4}, {"top_p": 0.9}, {"min_p": 0.1}):
+        assert SamplingPlan.of(SamplingParams(temperature=0.5, **cut)).has_filters
 
 
 def test_a_filter_that_keeps_all_is_the_vocabularys_size():

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from soloist.kernels.sampling import target_probs, target_probs_sorted
 from soloist.runtime.buffers import SamplingPlan, StepBuffers
 from soloist.runtime.sampler import make_target
 from soloist.sampling_params import SamplingParams
@@ -68,3 +69,13 @@ def test_a_row_that_is_not_finite_shows_in_its_highest_logit(params: dict, bad: 
     target = make_target(logits, buffers, i32(0), plan, has_draft_law=False)
     assert target.highest.isfinite().tolist() == [True, True, False]
     assert target.tokens.max() < N
+
+
+def test_a_law_that_nothing_cuts_is_the_same_without_looking_for_cuts():
+    logits = torch.randn(3, N) * 4
+    neutral = (torch.tensor(0.7), i32(N), torch.tensor(1.0), torch.tensor(0.0))
+    plain = target_probs(logits, *neutral, has_filters=False)
+    torch.testing.assert_close(plain, (logits / 0.7).softmax(-1))
+    # As a captured step looks, and as a CPU does.
+    torch.testing.assert_close(plain, target_probs_sorted(logits, *neutral))
+    assert torch.equal(plain, target_probs(logits, *neutral))

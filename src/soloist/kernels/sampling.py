@@ -210,7 +210,13 @@ def target_probs_sorted(
 
 
 def target_probs(
-    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    *,
+    has_filters: bool = True,
 ) -> torch.Tensor:
     """Give the law a request samples from: temperature, then top-k, then top-p within what top-k kept, and min-p.
 
@@ -223,6 +229,7 @@ def target_probs(
         top_k: () int32, at least 1; N or more keeps all.
         top_p: () fp32 in (0, 1]; 1 keeps all.
         min_p: () fp32 in [0, 1), relative to the likeliest token; 0 keeps all.
+        has_filters: False where the three keep all, which the host knows: a GPU then need not sort.
 
     Returns:
         (T, N) fp32; each row sums to 1.
@@ -233,6 +240,8 @@ def target_probs(
     for name, scalar in (("temperature", temperature), ("top_p", top_p), ("min_p", min_p)):
         expect(scalar, "", torch.float32, {}, name=name)
     expect(top_k, "", torch.int32, {}, name="top_k")
+    if not has_filters:
+        return ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
     form = target_probs_ref if use_reference(logits) else target_probs_sorted
     return form(logits, temperature, top_k, top_p, min_p)
 

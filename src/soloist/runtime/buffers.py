@@ -38,6 +38,8 @@ class SamplingPlan:
     has_penalties: bool
     has_min_tokens: bool
     has_logprobs: bool
+    # Whether tokens are drawn that top-k, top-p or min-p cut.
+    has_filters: bool
     # Whether every row has a set of its own of the tokens that may be drawn.
     has_constraint: bool
 
@@ -56,6 +58,7 @@ class SamplingPlan:
             has_penalties=params.has_penalties,
             has_min_tokens=params.min_tokens > 0,
             has_logprobs=params.logprobs is not None,
+            has_filters=not params.is_greedy and params.has_filters,
         )
 
 

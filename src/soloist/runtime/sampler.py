@@ -50,7 +50,8 @@ def make_target(
         tokens, highest = likeliest(logits)
         return Target(tokens=tokens, probs=None, highest=highest)
     highest = logits.amax(-1)
-    probs = target_probs(logits, buffers.temperature, buffers.top_k, buffers.top_p, buffers.min_p)
+    filters = (buffers.top_k, buffers.top_p, buffers.min_p)
+    probs = target_probs(logits, buffers.temperature, *filters, has_filters=plan.has_filters)
     if has_draft_law:
         return Target(tokens=None, probs=probs, highest=highest)
     positions = context_len + rows.long() + 1

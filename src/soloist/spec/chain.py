@@ -89,7 +89,8 @@ class ChainDrafter(Drafter):
         if self._plan.is_greedy:
             token, _ = likeliest(logits)
         else:
-            law = target_probs(logits, buffers.temperature, buffers.top_k, buffers.top_p, buffers.min_p)  # (1, N)
+            filters = (buffers.top_k, buffers.top_p, buffers.min_p)
+            law = target_probs(logits, buffers.temperature, *filters, has_filters=self._plan.has_filters)  # (1, N)
             # A draft's head may have fewer rows than there are tokens; those were never written.
             buffers.draft_probs[t, : law.shape[1]] = law[0]
             counter = draft_counter(self.context_len, buffers.rows[t + 1 : t + 2])

@@ -106,12 +106,13 @@ class DSpark(Drafter):
         self.buffers = DSparkBuffers.allocate(model, self.max_drafts)
         # On the CPU the width can be read for nothing, and drafts that nobody verifies would cost.
         self.is_fixed_shape = model.device.type != "cpu"
-        # Whether this request draws its drafts.
-        self._is_drawn = False
+        # Whether this request draws its drafts, and from a law that is cut.
+        self._is_drawn = self._has_filters = False
 
     def begin(self, prompt_ids: torch.Tensor, plan: SamplingPlan) -> None:
         self.buffers.context_len.zero_()
         self._is_drawn = self.has_draft_law and not plan.is_greedy
+        self._has_filters = plan.has_filters
 
     def prefill_chunk(self, input_ids: torch.Tensor, hidden: torch.Tensor, captured: torch.Tensor | None) -> None:
         assert captured is not None
@@ -171,7 +172,8 @@ class DSpark(Drafter):
         else:
             assert buffers.draft_probs is not None
             logits = self.model.whole_logits(logits, mixed)[:, : buffers.num_tokens]
-            law = target_probs(logits, buffers.temperature, buffers.top_k, buffers.top_p, buffers.min_p)
+            filters = (buffers.top_k, buffers.top_p, buffers.min_p)
+            law = target_probs(logits, buffers.temperature, *filters, has_filters=self._has_filters)
             # What is recorded is what was drawn from, to the bit.
             buffers.draft_probs[rows] = law
             tokens = draw(law, uniforms[rows])
