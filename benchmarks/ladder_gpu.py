@@ -56,7 +56,8 @@ _SAMPLED = SamplingParams(temperature=0.8, top_k=50, top_p=0.95)
 ALONE = {
     "graph only": (replace(_CAPTURED, run_ahead=0, has_pdl=False, has_fused_moe=False, has_bf16_head=False), None),
     "device loop without a draft": (replace(_CAPTURED, run_ahead=0, has_device_loop=True), None),
-    "sampled without a draft": (_CAPTURED, _SAMPLED),
+    "sampled from all tokens": (_CAPTURED, SamplingParams(temperature=0.8)),
+    "sampled from top-k and top-p": (_CAPTURED, _SAMPLED),
 }
 CASES = {
     "ling3-tiny-ladder": Case(config="ling-3.0-tiny", drafters=("dspark",), width=9, acceptance_length=4.7),
