@@ -102,3 +102,22 @@ def test_the_law_of_a_captured_step_is_the_references(temperature: float, k: int
     expected = sampling.target_probs_ref(logits, *parameters)
     assert torch.equal(got > 0, expected > 0)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("T", "N"), [(1, 1), (3, 2048), (2, 2049), (5, 6151)])
+def test_the_likeliest_is_the_references_whatever_lies_beside_it(T: int, N: int):
+    wider = torch.full((T, N + 9), torch.nan, device=DEVICE)
+    logits = wider[:, :N]
+    # Few values, so that there are equals in every block; small ones everywhere.
+    logits.copy_(torch.randint(-40, -20, (T, N), device=DEVICE))
+    tokens, highest = sampling.likeliest(logits, first_id=7)
+    expected, values = sampling.likeliest_ref(logits)
+    assert torch.equal(tokens, expected + 7) and torch.equal(highest, values)
+
+
+def test_a_row_that_cannot_be_trusted_has_no_finite_likeliest():
+    logits = torch.randn(4, 5000, device=DEVICE)
+    logits[0, 4321], logits[1, 3], logits[2] = torch.nan, torch.inf, -torch.inf
+    tokens, highest = sampling.likeliest(logits)
+    assert highest.isfinite().tolist() == [False, False, False, True]
+    assert tokens[:3].tolist() == [4321, 3, 0]

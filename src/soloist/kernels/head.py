@@ -8,18 +8,10 @@ import torch
 from soloist.kernels.check import FLOATS, expect, use_reference
 from soloist.kernels.launch import HAS_TRITON
 from soloist.kernels.linear import PackedWeight, Weight, is_step_map, linear, norm_linear
+from soloist.kernels.sampling import likeliest
 
 if HAS_TRITON:
     from soloist.kernels import linear_triton
-
-
-def norm_argmax_ref(
-    x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: Weight, vocab_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute all logits in fp32 and take the first of the largest."""
-    logits = norm_linear(x, norm_weight, eps, weight, out_dtype=torch.float32)[:, :vocab_size]  # (T, N)
-    ids = logits.argmax(dim=-1)  # (T)
-    return ids, logits.gather(1, ids[:, None])[:, 0]
 
 
 def norm_argmax(
@@ -45,21 +37,11 @@ def norm_argmax(
     expect(norm_weight, "D", (x.dtype, torch.float32), dims, name="norm_weight")
     assert 0 < vocab_size <= weight.shape[0], (vocab_size, weight.shape)
     if use_reference(x) or isinstance(weight, PackedWeight) or not is_step_map(x, weight):
-        ids, logits = norm_argmax_ref(x, norm_weight, eps, weight, vocab_size)
-        return (ids + first_id if first_id else ids), logits
+        logits = norm_linear(x, norm_weight, eps, weight, out_dtype=torch.float32)  # (T, N)
+        return likeliest(logits[:, :vocab_size], first_id=first_id)
     expect(weight, "N D", x.dtype, dims, name="weight")
     settings = linear_triton.settings_for(*weight.shape)
     return linear_triton.argmax_step(x, norm_weight, eps, weight, vocab_size, settings, first_id=first_id)
-
-
-def linear_argmax_ref(
-    x: torch.Tensor, weight: Weight, addend: torch.Tensor | None, vocab_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute all logits in fp32 and take the first of the largest."""
-    logits = linear(x, weight, out_dtype=torch.float32)
-    logits = (logits if addend is None else addend + logits)[:, :vocab_size]  # (T, N)
-    ids = logits.argmax(dim=-1)  # (T)
-    return ids, logits.gather(1, ids[:, None])[:, 0]
 
 
 def linear_argmax(
@@ -82,8 +64,9 @@ def linear_argmax(
         expect(addend, "T N", torch.float32, dims | {"N": weight.shape[0]}, name="addend")
     assert 0 < vocab_size <= weight.shape[0], (vocab_size, weight.shape)
     if use_reference(x) or isinstance(weight, PackedWeight) or not is_step_map(x, weight):
-        ids, logits = linear_argmax_ref(x, weight, addend, vocab_size)
-        return (ids + first_id if first_id else ids), logits
+        logits = linear(x, weight, out_dtype=torch.float32)  # (T, N)
+        logits = logits if addend is None else addend + logits
+        return likeliest(logits[:, :vocab_size], first_id=first_id)
     expect(weight, "N I", x.dtype, dims, name="weight")
     settings = linear_triton.settings_for(*weight.shape)
     return linear_triton.argmax_step(x, None, 0.0, weight, vocab_size, settings, addend=addend, first_id=first_id)

@@ -278,18 +278,22 @@ def likeliest_ref(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, logits.gather(-1, tokens[:, None]).squeeze(-1)
 
 
-def likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def likeliest(logits: torch.Tensor, *, first_id: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Give the likeliest token of each row, the lowest id of equals, and its logit.
 
     Args:
         logits: (T, N) fp32.
+        first_id: what the first column stands for.
 
     Returns:
         (T,) int64 tokens and (T,) fp32 logits. A logit is not finite exactly if its row holds a NaN or +inf, or nothing
         but -inf, so it also says whether the row can be trusted.
     """
     expect(logits, "T N", torch.float32, {}, name="logits")
-    return likeliest_ref(logits)
+    if not use_reference(logits):
+        return sampling_triton.likeliest(logits, first_id)
+    tokens, highest = likeliest_ref(logits)
+    return (tokens + first_id if first_id else tokens), highest
 
 
 def top_logprobs_ref(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

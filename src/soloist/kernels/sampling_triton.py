@@ -8,6 +8,10 @@ import triton
 import triton.language as tl
 
 from soloist.kernels.launch import let_consumers_start, pdl_options, wait_for_producers
+from soloist.kernels.linear_triton import best_strip_kernel
+
+# Logits that one program looks at: enough programs for one row to fill a GPU.
+_BEST_BLOCK = 2048
 
 
 @triton.jit
@@ -52,6 +56,21 @@ def draw_kernel(probs_ptr, uniforms_ptr, out_ptr, N, BLOCK: tl.constexpr, PDL: t
     tl.store(out_ptr + t, tl.where(token < N, token, last).to(tl.int64))
 
 
+@triton.jit(do_not_specialize=["N"])
+def block_best_kernel(logits_ptr, logits_stride_t, best_ptr, id_ptr, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Largest logit of every block, and the lowest id that has it; a NaN counts as inf. Grid: (T, N / BLOCK)."""
+    t, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i = block * BLOCK + tl.arange(0, BLOCK)
+    wait_for_producers(PDL)
+    let_consumers_start(PDL)
+    b_logits = tl.load(logits_ptr + t * logits_stride_t + i, mask=i < N, other=float("-inf"))
+    b_logits = tl.where(b_logits == b_logits, b_logits, float("inf"))
+    best = tl.max(b_logits, axis=0)
+    o_best = t * tl.num_programs(1) + block
+    tl.store(best_ptr + o_best, best)
+    tl.store(id_ptr + o_best, tl.min(tl.where(b_logits == best, i, N - 1), axis=0))
+
+
 def uniform(seed: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor:
     """Launch `uniform`; arguments as there."""
     T = positions.shape[0]
@@ -75,3 +94,20 @@ def draw(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     out = torch.empty(T, dtype=torch.int64, device=probs.device)
     draw_kernel[(T,)](probs.contiguous(), uniforms, out, N, BLOCK=4096, num_warps=8, **pdl_options())
     return out
+
+
+def likeliest(logits: torch.Tensor, first_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch `likeliest`; arguments as there. The logit of a row with a NaN comes back as inf."""
+    T, N = logits.shape
+    assert logits.stride(1) == 1
+    blocks = triton.cdiv(N, _BEST_BLOCK)
+    best = torch.empty((T, blocks), dtype=torch.float32, device=logits.device)
+    best_id = torch.empty((T, blocks), dtype=torch.int32, device=logits.device)
+    block_best_kernel[(T, blocks)](
+        logits, logits.stride(0), best, best_id, N, BLOCK=_BEST_BLOCK, num_warps=4, **pdl_options()
+    )
+    values = torch.empty(T, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(T, dtype=torch.int64, device=logits.device)
+    size = triton.next_power_of_2(blocks)
+    best_strip_kernel[T,](best, best_id, values, ids, blocks, first_id, BLOCK=size, num_warps=4, **pdl_options())
+    return ids, values
