@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from soloist.train.responses import Source
     from soloist.train.trainer import Figures
 
-# Tokens that a dry run drafts.
-DRY_SAMPLE = 16
-
 Data = Annotated[
     Path | None,
     typer.Option("--data", help="Prompts: a .jsonl file, or a folder of source files.", metavar="PATH"),
@@ -127,7 +124,7 @@ def train(
 
     from soloist.train.plan import bytes_ratio
     from soloist.train.prompts import check_data, read_prompts
-    from soloist.train.run import DRY_PROMPTS, DRY_TOKENS, Progress, dry, train_draft
+    from soloist.train.run import DRY_PROMPTS, DRY_TOKENS, Progress, dry, train_draft, try_draft
     from soloist.train.settings import DraftShape, ObjectiveSettings, TrainSettings
 
     settings = TrainSettings(
@@ -190,7 +187,7 @@ def train(
     found = outcome.figures
     result: dict[str, Any] = {"draft": str(out), "num_texts": outcome.num_texts, "held_out": vars(found)}
     if dry_run:
-        result["tokens_per_step"] = _try(model, out, prompts[0], device=device, dtype=dtype, threads=threads)
+        result["tokens_per_step"] = try_draft(target, out, prompts[0], llm.engine.runner.buffers.num_tokens)
     if as_json:
         print(json.dumps(result))
         return 0
@@ -220,7 +217,7 @@ class _Clock:
 
         if self._first is None:
             self._first = done
-        if done > self._first and not self._has_spoken:
+        if self._first < done < self._num_prompts and not self._has_spoken:
             self._has_spoken = True
             seconds = (time.perf_counter() - self._start_s) / (done - self._first) * (self._num_prompts - done)
             print_dim(f"{self._num_prompts - done} more answers take about {in_words(seconds)}")
@@ -297,13 +294,3 @@ def _make_source(
         eos_token_ids=engine.eos_token_ids,
         batch_size=batch,
     )
-
-
-def _try(
-    model: str | None, draft: Path, prompt: list[int], *, device: str | None, dtype: Any, threads: int | None
-) -> float:
-    """Load a draft and answer a prompt with it; give the tokens of a step."""
-    from soloist.sampling_params import SamplingParams
-
-    llm = load_dense(model, device=device, dtype=dtype, threads=threads, draft=str(draft))
-    return llm.generate(prompt, SamplingParams(max_tokens=DRY_SAMPLE)).stats.acceptance_length

@@ -17,8 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from soloist.engine import Engine
 from soloist.errors import UsageError
 from soloist.models.causal_lm import CausalLM
+from soloist.runtime.runner import ModelRunner
+from soloist.sampling_params import SamplingParams
+from soloist.spec.dspark_checkpoint import load_dspark
+from soloist.spec.setup import DrafterSetup
 from soloist.train.batches import Text
 from soloist.train.capture import MemoryStore, StateStore, Store, bytes_per_token, fits_in_memory
 from soloist.train.checkpoint import save_draft
@@ -31,7 +36,7 @@ from soloist.train.trainer import DTYPES, Figures, OnStep, Trainer
 HELD_OUT_NAME = "held-out.jsonl"
 RECORD_NAME = "training.json"
 # Steps, prompts and tokens of an answer of a dry run.
-DRY_STEPS, DRY_PROMPTS, DRY_TOKENS = 4, 8, 24
+DRY_STEPS, DRY_PROMPTS, DRY_TOKENS = 2, 6, 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +66,8 @@ def dry(settings: TrainSettings) -> TrainSettings:
     return replace(
         settings,
         num_steps=DRY_STEPS,
-        documents_per_step=min(settings.documents_per_step, 4),
-        anchors_per_document=min(settings.anchors_per_document, 8),
+        documents_per_step=min(settings.documents_per_step, 2),
+        anchors_per_document=min(settings.anchors_per_document, 4),
         log_every=1,
         checkpoint_every=DRY_STEPS,
     )
@@ -182,3 +187,29 @@ def _record(target: CausalLM, settings: TrainSettings, outcome: Outcome, data: s
         "held_out": vars(outcome.figures),
         "torch": torch.__version__,
     }
+
+
+def try_draft(target: CausalLM, folder: Path, prompt_ids: Sequence[int], num_tokens: int) -> float:
+    """Load a draft as the engine does and answer a prompt with it; give the tokens of a step.
+
+    Args:
+        target: the model that it is for.
+        folder: of the draft.
+        prompt_ids: of a prompt.
+        num_tokens: ids that may be drawn.
+    """
+    max_context_len = len(prompt_ids) + DRY_TOKENS
+    setup = DrafterSetup(target=target, draft_path=folder, max_context_len=max_context_len, num_tokens=num_tokens)
+    drafter = load_dspark(setup)
+    runner = ModelRunner(
+        target,
+        max_context_len=max_context_len,
+        max_width=1 + drafter.max_drafts,
+        num_tokens=num_tokens,
+        has_draft_probs=drafter.has_draft_law,
+        capture_layers=drafter.capture_layers,
+    )
+    generation = Engine(runner, drafter, eos_token_ids=()).generate(prompt_ids, SamplingParams(max_tokens=DRY_TOKENS))
+    for _ in generation:
+        pass
+    return generation.stats.acceptance_length
