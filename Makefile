@@ -43,7 +43,7 @@ test: check  ## Everything a change must pass: checks, then all tests
 
 test-clients: $(CLIENTS_STAMP) $(EVALUATION_STAMP)  ## The official clients of OpenAI and Anthropic, lm-eval and guidellm against the server
 	$(BIN)/python -m pytest tests/clients/test_official_clients.py
-	OMP_NUM_THREADS=1 $(EVALUATION_VENV)/bin/python -m pytest tests/clients/test_evaluation.py --timeout 600
+	OMP_NUM_THREADS=1 $(EVALUATION_VENV)/bin/python -m pytest tests/clients/test_evaluation.py tests/clients/test_telemetry.py --timeout 600
 
 test-browser: $(CLIENTS_STAMP)  ## The page in headless Chromium, which must be installed; SCREENSHOTS=FOLDER keeps pictures
 	$(BIN)/python -m pytest tests/browser

@@ -44,7 +44,7 @@ NEVER = {
 }
 # Packages an installation may lack: imported where they are used.
 OPTIONAL_PACKAGES = {
-    "accelerate", "cuda", "fla", "gguf", "llguidance", "matplotlib", "numpy", "ray", "readline",
+    "accelerate", "cuda", "fla", "gguf", "llguidance", "matplotlib", "numpy", "opentelemetry", "ray", "readline",
     "transformers", "triton",
 }  # fmt: skip
 # Packages that bring kernels or an API of their own, and the only parts of the tree that may know them.
@@ -57,6 +57,7 @@ CONFINED_PACKAGES = {
     "llguidance": ("server",),
     "prometheus_client": ("server",),
     "pydantic": ("server",),
+    "opentelemetry": ("server",),
     "ray": ("server",),
     "rich": ("cli",),
     "starlette": ("server",),

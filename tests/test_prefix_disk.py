@@ -1,11 +1,13 @@
 """States in files: a later process goes on where an earlier one ended, within a budget, and nothing damaged is used."""
 
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from soloist import prefix_disk
 from soloist.engine import Engine
 from soloist.models import load_model
 from soloist.models.causal_lm import CausalLM
@@ -65,6 +67,18 @@ def test_a_system_prompt_is_found_again_behind_another_question(models, tmp_path
     answer, generation = ask(second, prompt, turn_ends=(200,))
     assert answer == ask(cold, prompt)[0] and generation.stats.cached_tokens == 200
     stop(second)
+
+
+def test_a_shorter_recurrent_state_has_a_file_of_its_own(models, tmp_path: Path):
+    engine = start(models["kimi_linear"], tmp_path)
+    prompt = ids_of(300, 1)
+    ask(engine, prompt)
+    # An edit returns to a place that no file is of.
+    ask(engine, [*prompt[:150], *ids_of(150, 2)], turn_ends=(150,))
+    stop(engine)
+    engine = start(models["kimi_linear"], tmp_path)
+    assert ask(engine, [*prompt[:150], *ids_of(50, 3)])[1].stats.cached_tokens == 150
+    stop(engine)
 
 
 def test_one_file_stands_for_a_conversation_that_can_be_cut(models, tmp_path: Path):
@@ -165,6 +179,25 @@ def test_forgetting_deletes_files(models, tmp_path: Path):
     engine.prefixes.clear()
     assert files(tmp_path) == [] and engine.prefixes.counts.num_files == 0
     stop(engine)
+
+
+def test_what_is_being_written_is_forgotten_too(models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    engine = start(models["llama"], tmp_path)
+    begun, goes_on = threading.Event(), threading.Event()
+    real = prefix_disk.save_file
+
+    def save(*args) -> None:
+        begun.set()
+        goes_on.wait(10)
+        real(*args)
+
+    monkeypatch.setattr(prefix_disk, "save_file", save)
+    ask(engine, ids_of(150, 0))
+    assert begun.wait(10)
+    engine.prefixes.clear()
+    goes_on.set()
+    stop(engine)
+    assert files(tmp_path) == [] and engine.prefixes.counts.num_files == 0
 
 
 def test_a_drafter_without_a_state_changes_nothing(models, tmp_path: Path):

@@ -160,11 +160,12 @@ class PrefixStore:
     def end(self, token_ids: list[int], cache: Cache, drafter: Drafter) -> None:
         """Say of which tokens the cache holds the first ones, once a request has ended well; a file gets them too."""
         self._live_ids = token_ids
-        if self.disk is None or drafter.snapshot() is not None or not self.disk.is_worth(token_ids):
+        can_cut = cache.can_rollback
+        if self.disk is None or drafter.snapshot() is not None or not self.disk.is_worth(token_ids, can_cut=can_cut):
             return
-        live = self._live_ids = self._take_live(cache, cache.can_rollback)
-        if self.disk.is_worth(live):
-            self.disk.put(live, cache.snapshot().to("cpu"), can_cut=cache.can_rollback)
+        live = self._live_ids = self._take_live(cache, can_cut)
+        if self.disk.is_worth(live, can_cut=can_cut):
+            self.disk.put(live, cache.snapshot().to("cpu"), can_cut=can_cut)
 
     def _from_disk(self, wanted: list[int], least: int, can_cut: bool) -> _Entry | None:
         """Read the longest state in files that is usable for a prompt, if it has at least so many tokens of it."""
@@ -190,7 +191,7 @@ class PrefixStore:
         """Copy the state of `token_ids`, which the cache holds now: a place to which later prompts may return."""
         drafter_state = drafter.snapshot()
         self._add(list(token_ids), cache, drafter_state, can_cut=False)
-        if self.disk is not None and drafter_state is None and self.disk.is_worth(token_ids):
+        if self.disk is not None and drafter_state is None and self.disk.is_worth(token_ids, can_cut=False):
             self.disk.put(token_ids, cache.snapshot().to("cpu"), can_cut=False)
 
     def _take_live(self, cache: Cache, can_cut: bool) -> list[int]:

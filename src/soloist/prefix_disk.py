@@ -87,7 +87,9 @@ class DiskPrefixes:
         for path in self._folder.glob(f"*{_SUFFIX}"):
             if (entry := _read_entry(path)) is not None:
                 self._entries.append(entry)
-        self._pending: queue.Queue[tuple[list[int], Snapshot, bool] | None] = queue.Queue(_MAX_PENDING)
+        # Times that everything was deleted; what was on its way then is not kept.
+        self._num_clears = 0
+        self._pending: queue.Queue[tuple[list[int], Snapshot, bool, int] | None] = queue.Queue(_MAX_PENDING)
         self._thread = threading.Thread(target=self._run, name="soloist-prefix-disk", daemon=True)
         self._thread.start()
 
@@ -102,15 +104,15 @@ class DiskPrefixes:
         """Size of this model's files."""
         return sum(entry.num_bytes for entry in self.entries)
 
-    def is_worth(self, token_ids: Sequence[int]) -> bool:
-        """Say whether a state of these tokens adds enough to what is written."""
+    def is_worth(self, token_ids: Sequence[int], *, can_cut: bool) -> bool:
+        """Say whether a state of these tokens adds enough to what is written; `can_cut` as in `put`."""
         least = max(_MIN_NEW_TOKENS, _MIN_NEW_SHARE * len(token_ids))
         longest = 0
         for entry in self.entries:
             num_held = len(entry.token_ids)
             if entry.token_ids == list(token_ids[:num_held]):
                 longest = max(longest, num_held)
-            elif num_held > len(token_ids) and entry.token_ids[: len(token_ids)] == list(token_ids):
+            elif can_cut and num_held > len(token_ids) and entry.token_ids[: len(token_ids)] == list(token_ids):
                 return False
         return len(token_ids) - longest >= least
 
@@ -123,7 +125,7 @@ class DiskPrefixes:
             can_cut: it stands for every beginning of its tokens, so shorter ones need no file of their own.
         """
         with contextlib.suppress(queue.Full):
-            self._pending.put_nowait((list(token_ids), snapshot, can_cut))
+            self._pending.put_nowait((list(token_ids), snapshot, can_cut, self._num_clears))
 
     def load(self, entry: DiskEntry) -> Snapshot | None:
         """Read a state; None if its file has gone or is damaged."""
@@ -143,6 +145,8 @@ class DiskPrefixes:
 
     def clear(self) -> None:
         """Delete this model's files."""
+        with self._lock:
+            self._num_clears += 1
         for entry in self.entries:
             self._drop(entry)
 
@@ -164,7 +168,7 @@ class DiskPrefixes:
             except (OSError, SafetensorError) as error:
                 logger.warning("a state could not be written: %s", error)
 
-    def _write(self, token_ids: list[int], snapshot: Snapshot, can_cut: bool) -> None:
+    def _write(self, token_ids: list[int], snapshot: Snapshot, can_cut: bool, num_clears: int) -> None:
         ids = torch.tensor(token_ids, dtype=torch.int32)  # (S,)
         num_bytes = snapshot.num_bytes + ids.nbytes
         if num_bytes > self._max_bytes:
@@ -176,20 +180,27 @@ class DiskPrefixes:
             with unfinished.open("rb+") as file:
                 os.fsync(file.fileno())
             unfinished.chmod(0o600)
-            unfinished.replace(path)
+            entry = DiskEntry(path=path, token_ids=token_ids, num_bytes=unfinished.stat().st_size)
+            with self._lock:
+                if num_clears != self._num_clears:
+                    return
+                unfinished.replace(path)
+                self._entries.append(entry)
         finally:
             unfinished.unlink(missing_ok=True)
-        entry = DiskEntry(path=path, token_ids=token_ids, num_bytes=path.stat().st_size)
-        shorter = [
-            old for old in self.entries
-            if old.path == path or (can_cut and old.token_ids == token_ids[: len(old.token_ids)])
-        ]  # fmt: skip
-        with self._lock:
-            self._entries = [old for old in self._entries if old not in shorter] + [entry]
-        for old in shorter:
-            if old.path != path:
-                self._drop(old)
+        self._drop_replaced(entry, can_cut)
         self._make_room()
+
+    def _drop_replaced(self, entry: DiskEntry, can_cut: bool) -> None:
+        """Delete the files for which a new one stands too."""
+        for old in self.entries:
+            if old is entry:
+                continue
+            if old.path == entry.path:
+                with self._lock:
+                    self._entries.remove(old)
+            elif can_cut and old.token_ids == entry.token_ids[: len(old.token_ids)]:
+                self._drop(old)
 
     def _make_room(self) -> None:
         """Delete the oldest files of any model until the rest fits."""

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from soloist.cli import main
-from soloist.errors import UsageError
+from soloist.errors import UnsupportedError, UsageError
 from soloist.server.listen import bind
+from tests.server.client import scripted_llm
 
 SOLOIST = Path(sys.executable).parent / "soloist"
 
@@ -48,6 +49,13 @@ def test_replicas_are_refused_where_ray_is_missing(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main(["serve", "--replicas", "2", "--port", "0"]) == 2
     assert "pip install 'soloist[server,replicas]'" in capsys.readouterr().err
+
+
+def test_traces_are_refused_where_their_package_is_missing(serve, tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with pytest.raises(UnsupportedError, match=r"pip install 'soloist\[server,telemetry\]'"):
+        serve(scripted_llm(tokenizer, ["a"]), sends_traces=True)
 
 
 def test_a_port_that_is_taken_is_named():

@@ -76,6 +76,9 @@ def serve(
     draft_width: options.DraftWidth = None,
     draft_weights_dtype: options.DraftWeightsDtype = None,
     adaptive_width: options.AdaptiveWidth = False,
+    traces: Annotated[
+        bool, typer.Option("--traces", help="Send a span per request to an OpenTelemetry collector; see OTEL_*.")
+    ] = False,
     replicas: Annotated[
         int | None,
         typer.Option(
@@ -116,6 +119,7 @@ def serve(
         allowed_hosts=tuple(allowed_hosts or ()),
         is_strict=strict,
         strips_billing_line=not keep_billing_line,
+        sends_traces=traces,
         defaults=defaults,
     )
     make_llm = partial(

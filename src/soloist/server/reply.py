@@ -174,6 +174,11 @@ class Reply:
         return self._generation.prompt_logprobs
 
     @property
+    def age_s(self) -> float:
+        """Time since the request came."""
+        return time.perf_counter() - self._job.submitted_s + self.ask.template_s
+
+    @property
     def finish_reason(self) -> str:
         """How the answer ended: stop, length, cancelled, or error."""
         if self.delta is None or self.delta.finish_reason is None:

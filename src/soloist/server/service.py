@@ -21,6 +21,7 @@ from soloist.server.rendering import Rendered
 from soloist.server.reply import Ask, Gaps, Reply
 from soloist.server.settings import ServerSettings
 from soloist.server.structured import Grammars
+from soloist.server.telemetry import Tracer
 
 logger = logging.getLogger("soloist.server")
 
@@ -42,6 +43,7 @@ class Service:
         self.queue = WorkQueue(settings.max_waiting)
         self.metrics = Metrics(self)
         self.numbers = itertools.count(1)
+        self._tracer = Tracer(settings.model_name) if settings.sends_traces else None
         self._grammars: Grammars | None = None
         self.started_s = time.monotonic()
         # When the engine last made a token; None: it has made none yet.
@@ -163,6 +165,8 @@ class Service:
         receipt = reply.receipt | {"finish_reason": finish_reason, "created": reply.created}
         self.receipts.append(receipt)
         self.num_context_tokens = receipt["prompt_tokens"] + receipt["completion_tokens"]
+        if self._tracer is not None:
+            self._tracer.note(reply, receipt)
         self.metrics.note(reply.stats, finish_reason, waited_s, receipt["ttft_ms"], gaps)
         speed = receipt["decode_tok_per_s"]
         logger.info(
@@ -182,6 +186,9 @@ class Service:
     def close(self) -> None:
         """End all work; what is kept in files is written to its end."""
         self.queue.close()
+        if self._tracer is not None:
+            self._tracer.close()
+            self._tracer = None
         prefixes = self.llm.engine.prefixes
         if prefixes is not None and prefixes.disk is not None:
             prefixes.disk.close()

@@ -42,6 +42,8 @@ class ServerSettings:
     """Silence in a stream, on a wall clock, after which a comment is sent."""
     stuck_after_s: float = 120.0
     """Time without a token, and without a piece of the prompt read, after which a running request counts as stuck."""
+    sends_traces: bool = False
+    """Send a span for every request to an OpenTelemetry collector."""
     bandwidth_gb_per_s: float | None = None
     """Measured read bandwidth, for the share of the floor that an answer reached. None: not measured."""
 
