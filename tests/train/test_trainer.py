@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from soloist.errors import CheckpointError, UsageError
+from soloist.errors import CheckpointError, NumericsError, UsageError
 from soloist.train.capture import MemoryStore, StateStore, bytes_per_token, fits_in_memory
 from soloist.train.settings import DraftShape, ObjectiveSettings
 from soloist.train.trainer import Trainer, learning_rate
@@ -63,6 +63,17 @@ def test_figures_go_to_tensorboard_where_it_is_installed(tmp_path: Path, monkeyp
     trainer.run()
     trainer.measure()
     assert ("step/loss", 2) in written and ("held out/greedy_acceptance_length", 2) in written
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_leaves_the_last_checkpoint(tmp_path: Path):
+    target = load_target(tmp_path / "target")
+    texts, settings = make_texts(target, 12), make_settings(checkpoint_every=1)
+    trainer = Trainer(target, texts, settings, folder=tmp_path / "run")
+    trainer.run(2)
+    trainer.parameters["norm.weight"].data.fill_(torch.inf)
+    with pytest.raises(NumericsError, match="smaller learning rate"):
+        trainer.run()
+    assert Trainer(target, texts, settings, folder=tmp_path / "run").step == 2
 
 
 def test_a_checkpoint_of_another_run_is_refused_by_what_differs(tmp_path: Path):

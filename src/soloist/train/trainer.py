@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from soloist.errors import CheckpointError, UsageError
+from soloist.errors import CheckpointError, NumericsError, UsageError
 from soloist.models.causal_lm import CausalLM
 from soloist.train.batches import Batch, Text, choose_texts, make_batch
 from soloist.train.capture import States, Store, read_states
@@ -184,6 +184,9 @@ class Trainer:
         Args:
             num_steps: where to stop. None: at the end.
             on_step: hears of every `log_every`-th step.
+
+        Raises:
+            NumericsError: the loss is not finite.
         """
         s = self.settings
         stop = s.num_steps if num_steps is None else min(num_steps, s.num_steps)
@@ -192,7 +195,14 @@ class Trainer:
             batch, loss, figures = self._train_step()
             num_tokens += batch.documents.num_tokens * self.num_ranks
             self.step += 1
-            if self.step % s.log_every == 0 or self.step == s.num_steps:
+            is_logged = self.step % s.log_every == 0 or self.step == s.num_steps
+            is_saved = self.step % s.checkpoint_every == 0 or self.step == stop
+            if (is_logged or is_saved) and not math.isfinite(float(loss)):
+                raise NumericsError(
+                    f"the loss is {float(loss)} at step {self.step}: take a smaller learning rate, or fp32; the last"
+                    " checkpoint is from before"
+                )
+            if is_logged:
                 found = self._summarise([(batch, loss, figures)])
                 now_s = time.perf_counter()
                 tok_per_s = num_tokens / (now_s - logged_s)
@@ -200,7 +210,7 @@ class Trainer:
                 self._log("step", found, tok_per_s=tok_per_s)
                 if on_step is not None:
                     on_step(found, s.num_steps, tok_per_s)
-            if self.step % s.checkpoint_every == 0 or self.step == stop:
+            if is_saved:
                 self.save_state()
 
     def _train_step(self) -> tuple[Batch, torch.Tensor, SlotFigures]:
