@@ -155,6 +155,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the JSON file")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--skip-baselines", action="store_true", help="leave out gzip and n-grams")
+    parser.add_argument("--skip-likelihood", action="store_true", help="leave out bits per byte: slow on a CPU")
     args = parser.parse_args()
     device = torch.device(args.device)
     with gzip.open(args.data / "held_out.jsonl.gz", "rt") as file:
@@ -166,8 +167,9 @@ def main() -> None:
     if device.type == "cuda":
         result["device"] = torch.cuda.get_device_name(device)
     start = time.perf_counter()
-    nats = model_nats(args.model, held_out, config["eos_token_id"], device)
-    result["bits_per_byte"] = round(nats / math.log(2) / num_bytes, 4)
+    if not args.skip_likelihood:
+        nats = model_nats(args.model, held_out, config["eos_token_id"], device)
+        result["bits_per_byte"] = round(nats / math.log(2) / num_bytes, 4)
     if not args.skip_baselines:
         raw = [text.encode() for text in texts(args.data / "held_out.jsonl.gz")]
         result["bits_per_byte_gzip_by_file"] = round(8 * sum(len(gzip.compress(d, 9)) for d in raw) / num_bytes, 4)
