@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from soloist.bench import local
+from soloist.bench.figures import spread
 from soloist.bench.ladder import EAGER
+from soloist.bench.steps import StepFigures
 from soloist.cli import answer, main
 from soloist.runtime.graph import Execution
 from tests.tiny_model import write_tiny_model
@@ -59,6 +62,31 @@ def test_switches_that_are_not_typed_are_off(tiny: str, executions: list, capsys
     assert main(["bench", "-m", tiny, *BENCH, "--device", "cuda"]) == 0
     graph = Execution(is_captured=True, run_ahead=0, has_pdl=False, has_fused_moe=False, has_bf16_head=True)
     assert executions == [graph, None]
+
+
+@pytest.mark.usefixtures("executions")
+def test_a_gpus_steps_are_said_in_words_and_in_the_result(tiny: str, monkeypatch: pytest.MonkeyPatch, capsys):
+    figures = StepFigures(
+        step_ms=spread([1.25, 1.25, 1.5]),
+        step_ms_range=(1.25, 1.5),
+        tpot_ms=1.25,
+        acceptance_length=1.0,
+        mean_width=1.0,
+        launches_per_step=180,
+        programmatic_edges=172,
+        idle_share=0.002,
+        gap_share=0.004,
+        host_us_per_step=41.0,
+        syncs_per_step=0,
+    )
+    monkeypatch.setattr(local, "_steps", lambda llm, warm: figures)
+    assert main(["bench", "-m", tiny, *BENCH, "--device", "cuda", "--json"]) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert [result[key] for key in ("launches_per_step", "idle_share", "gap_share")] == [180, 0.002, 0.004]
+    assert result["host_us_per_step"] == 41.0 and result["syncs_per_step"] == 0
+    words = " ".join(err.split())
+    assert "steps 1.250 ms by the GPU's clock, 180 launches; idle between steps 0.2%, within 0.4%" in words
 
 
 def test_a_ladder_is_a_result_with_a_rung_for_every_switch(tiny: str, executions: list, tmp_path: Path, capsys):
