@@ -138,6 +138,7 @@ def forward_packed(
     Raises:
         UnsupportedError: an architecture without a training form, or packed weights.
     """
+    assert model.group.size == 1, "a rank of several holds a part of the weights"
     x = F.embedding(input_ids, model.embed_tokens).to(dtype or model.dtype)  # (T, D)
     kept = {-1: x}
     if isinstance(model, HybridCausalLM):
