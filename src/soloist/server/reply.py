@@ -47,19 +47,21 @@ class Ask:
     find_end: Callable[[str], int | None] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Gaps:
     """When the parts of an answer came."""
 
     first_s: float | None = None
-    last_s: float | None = None
+    last_s: float = 0.0
     longest_s: float = 0.0
 
-    def note(self, now_s: float) -> "Gaps":
+    def note(self, now_s: float) -> None:
         """Count one more part."""
-        gap_s = now_s - self.last_s if self.last_s is not None else 0.0
-        first_s = now_s if self.first_s is None else self.first_s
-        return Gaps(first_s=first_s, last_s=now_s, longest_s=max(self.longest_s, gap_s))
+        if self.first_s is None:
+            self.first_s = now_s
+        else:
+            self.longest_s = max(self.longest_s, now_s - self.last_s)
+        self.last_s = now_s
 
 
 class Reply:
@@ -107,7 +109,7 @@ class Reply:
         try:
             async for part in self._job.items(silence_s=silence_s):
                 if isinstance(part, Delta):
-                    self._gaps = self._gaps.note(time.perf_counter())
+                    self._gaps.note(time.perf_counter())
                     self.num_tokens += len(part.token_ids)
                     self.delta = part
                 yield part

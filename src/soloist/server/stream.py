@@ -14,6 +14,8 @@ Result = TypeVar("Result")
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+# Made once: a stream writes one event per step.
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -23,7 +25,7 @@ class ClientGone(Exception):
 
 def event(data: Any, name: str | None = None) -> bytes:
     """Write one event; `name` for protocols whose events have one."""
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    text = _encode(data)
     head = f"event: {name}\n" if name else ""
     # A lone surrogate cannot arise from decoded text, but may stand in what a client sent and gets back.
     return f"{head}data: {text}\n\n".encode("utf-8", "replace")
