@@ -108,6 +108,29 @@ def test_the_host_waits_for_a_record_that_is_late():
     assert [record.token_ids for record in queue.drain()] == [[3], [4]]
 
 
+@pytest.mark.parametrize("overshoot_s", [0.0, 0.0004])
+def test_a_host_whose_sleeps_overshoot_does_not_fall_behind(monkeypatch: pytest.MonkeyPatch, overshoot_s: float):
+    """On a clock of its own: steps of 1.3 ms follow each other as long as one is enqueued."""
+    device, step_s = ScriptedDevice(num_slots=4), 1.3e-3
+    now_s, ends_s = [0.0], []
+
+    def launch() -> None:
+        device.launch()
+        ends_s.append(max(now_s[0], ends_s[-1] if ends_s else 0.0) + step_s)
+
+    def sleep(seconds: float) -> None:
+        now_s[0] += seconds + overshoot_s
+        device.finish(sum(end_s <= now_s[0] for end_s in ends_s) - device.num_finished)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
+    queue = device.queue(2, launch)
+    for _ in range(300):
+        queue.next()
+    # The device was never without a step.
+    assert ends_s[-1] == pytest.approx(len(ends_s) * step_s)
+
+
 def test_a_ring_in_which_records_would_be_overwritten_is_refused():
     device = ScriptedDevice(num_slots=3)
     device.queue(1)

@@ -23,7 +23,7 @@ from soloist.runtime.ring import StepRecord, TokenRing
 _POLL_S = 50e-6
 _DOUBT_S = 1.0
 # Share of the last wait that the next one sleeps through without a look.
-_SURE_SHARE = 0.9
+_SURE_SHARE = 0.7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ class StepQueue:
         self._launch, self._ring, self._run_ahead, self._num_top = launch, ring, run_ahead, num_top
         self._steps_per_launch = steps_per_launch
         self._num_in_flight = 0
-        # What the last wait for a record took.
+        # What the last wait for a record took, if it did not oversleep.
         self._waited_s = 0.0
 
     def next(self) -> StepRecord:
@@ -156,6 +156,10 @@ class StepQueue:
         # A step takes about what the last one took, and every look costs the host something.
         time.sleep(_SURE_SHARE * self._waited_s)
         record = self._ring.poll(self._num_top)
+        if record is not None:
+            # Slept too long: a sleep may overshoot by more than a step, and must not be the measure of the next one.
+            self._waited_s /= 2
+            return record
         while record is None:
             time.sleep(_POLL_S)
             if time.perf_counter() - started_s > _DOUBT_S:
