@@ -126,7 +126,7 @@ def main() -> int:
     result = {
         "case": "server-overhead",
         "date": date.today().isoformat(),
-        "command": "python benchmarks/server_overhead.py " + " ".join(sys.argv[1:]),
+        "command": " ".join(["python benchmarks/server_overhead.py", *sys.argv[1:]]),
         "device": cpu_name(),
         # What uvicorn takes by itself where it is installed.
         "packages": [name for name in ("uvloop", "httptools") if importlib.util.find_spec(name)],
