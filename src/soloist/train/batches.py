@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from soloist.train.documents import Documents
+from soloist.train.documents import Documents, send
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,14 +105,14 @@ def make_batch(
     label_rows = first + (positions + 1).minimum(length - 1)
     return Batch(
         documents=Documents(lengths, device),
-        input_ids=input_ids.to(device),
-        anchors=anchors.to(device),
-        anchor_ids=input_ids[rows[..., 0]].to(device),
-        previous_ids=input_ids[rows].to(device),
-        labels=input_ids[label_rows].to(device),
-        teacher_rows=rows.to(device),
-        is_counted=is_counted.to(device),
-        temperatures=torch.tensor([text.temperature for text in texts], dtype=torch.float32, device=device),
+        input_ids=send(input_ids, device),
+        anchors=send(anchors, device),
+        anchor_ids=send(input_ids[rows[..., 0]], device),
+        previous_ids=send(input_ids[rows], device),
+        labels=send(input_ids[label_rows], device),
+        teacher_rows=send(rows, device),
+        is_counted=send(is_counted, device),
+        temperatures=send(torch.tensor([text.temperature for text in texts]), device),
     )
 
 

@@ -22,7 +22,7 @@ from soloist.errors import CheckpointError, UsageError
 from soloist.models.causal_lm import CausalLM
 from soloist.models.memory import free_bytes
 from soloist.train.batches import Text
-from soloist.train.documents import Documents
+from soloist.train.documents import Documents, send
 from soloist.train.packed import final_norm_packed, forward_packed
 
 # Share of the free memory that states kept in memory may take.
@@ -125,7 +125,7 @@ class MemoryStore:
 
     def _rows(self, numbers: Sequence[int]) -> torch.Tensor:
         rows = torch.cat([torch.arange(self._starts[i], self._starts[i + 1]) for i in numbers])
-        return rows.to(self._last.device)
+        return send(rows, self._last.device)
 
     def read(self, numbers: Sequence[int], device: torch.device, dtype: torch.dtype) -> States:
         """Give the states of some texts, one behind the other."""

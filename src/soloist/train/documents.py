@@ -13,6 +13,11 @@ import torch
 CHUNK = 64
 
 
+def send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor from the host to a device, without waiting for what the device is at."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PaddedGroup:
     """Documents of about the same length, side by side."""
@@ -44,9 +49,9 @@ class Documents:
         self._starts = ends - torch.tensor(lengths)  # (n,), on the host
         document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))  # (T,)
         # (T,) int64: which document a row is of, and where in it.
-        self.document = document.to(self.device)
-        self.positions = (torch.arange(self.num_tokens) - self._starts[document]).to(self.device)
-        self.starts = self._starts.to(self.device)
+        self.document = send(document, self.device)
+        self.positions = send(torch.arange(self.num_tokens) - self._starts[document], self.device)
+        self.starts = send(self._starts, self.device)
         # Longest first.
         self._order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         self._groups: tuple[list[PaddedGroup], torch.Tensor] | None = None
@@ -69,12 +74,13 @@ class Documents:
                 starts = self._starts[own, None]  # (n, 1)
                 last = torch.tensor([self.lengths[i] - 1 for i in own])[:, None]
                 rows = starts + position.minimum(last)  # (n, S)
-                groups.append(PaddedGroup(documents=torch.tensor(own).to(self.device), rows=rows.to(self.device)))
+                documents = send(torch.tensor(own), self.device)
+                groups.append(PaddedGroup(documents=documents, rows=send(rows, self.device)))
                 for row, i in enumerate(own):
                     first = int(self._starts[i])
                     back[first : first + self.lengths[i]] = offset + row * longest + torch.arange(self.lengths[i])
                 offset += len(own) * longest
-            self._groups = groups, back.to(self.device)
+            self._groups = groups, send(back, self.device)
         return self._groups
 
     def chunks(self) -> "Chunks":
@@ -118,9 +124,9 @@ class Chunks:
         places = torch.empty(sum(lengths), dtype=torch.int64)
         places[rows[is_real]] = is_real.flatten().nonzero()[:, 0]
         return cls(
-            rows=rows.flatten().to(device),
-            is_real=is_real[:, None, :, None].float().to(device),
+            rows=send(rows.flatten(), device),
+            is_real=send(is_real[:, None, :, None].float(), device),
             is_full=all(length % CHUNK == 0 for length in lengths),
-            places=places.to(device),
+            places=send(places, device),
             counts=tuple(counts),
         )
