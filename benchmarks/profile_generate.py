@@ -2,8 +2,8 @@
 
 `PYTHONPATH=src python3 benchmarks/profile_generate.py` decodes with two models of random weights: one that is wide and
 shallow, so that a token is more work for the GPU than for the host, and one of common shape, which a host cannot feed.
-What the read is said to cost is compared with what leaving it out saves: the same tokens, counted on the host. The last
-line is one JSON object.
+What the read is said to cost is compared with what leaving it out saves: the same tokens, counted on the host. Needs
+transformers from 5.17 on, where one class reads. The last line is one JSON object.
 """
 
 import argparse
@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
-from transformers.generation import utils as generation
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
+from transformers.generation.utils import StopCheck
 
 from soloist.profiler import in_words, watch
 from soloist.profiler.report import as_json
@@ -78,36 +78,24 @@ def synchronize(model: LlamaForCausalLM) -> None:
 
 def stop_line() -> str:
     """Find the line of the library that reads whether all sequences have ended."""
-    if hasattr(generation, "StopCheck"):
-        function, text = generation.StopCheck.__call__, "return bool("
-    else:
-        function, text = GenerationMixin._has_unfinished_sequences, "elif this_peer_finished"
-    lines, first = inspect.getsourcelines(function)
-    (place,) = (i for i, line in enumerate(lines) if text in line)
+    lines, first = inspect.getsourcelines(StopCheck.__call__)
+    (place,) = (i for i, line in enumerate(lines) if "return bool(" in line)
     return f"transformers/generation/utils.py:{first + place}"
 
 
 @contextmanager
 def counting_on_the_host(num_tokens: int) -> Iterator[None]:
     """Leave the read out: the loop ends when it has made so many tokens."""
-    if hasattr(generation, "StopCheck"):
-        owner, name = generation.StopCheck, "__call__"
-    else:
-        owner, name = GenerationMixin, "_has_unfinished_sequences"
-    num_calls = 0
 
-    def is_over(self: Any, *args: Any, **kwargs: Any) -> bool:
-        nonlocal num_calls
-        num_calls += 1
-        # The one is asked behind every token whether to stop, the other before every token whether to go on.
-        return num_calls >= num_tokens if name == "__call__" else num_calls <= num_tokens
+    def is_over(self: StopCheck, unfinished_sequences: torch.Tensor, tokens: torch.Tensor, length: int) -> bool:
+        return length >= PROMPT_TOKENS + num_tokens
 
-    original = getattr(owner, name)
-    setattr(owner, name, is_over)
+    original = StopCheck.__call__
+    StopCheck.__call__ = is_over
     try:
         yield
     finally:
-        setattr(owner, name, original)
+        StopCheck.__call__ = original
 
 
 def measure_loss(model: LlamaForCausalLM, num_tokens: int) -> dict[str, Any]:
