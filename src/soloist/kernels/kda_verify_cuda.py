@@ -11,15 +11,16 @@ import torch
 
 from soloist.errors import UnsupportedError
 from soloist.kernels.launch import pdl_options
-from soloist.kernels.nvrtc import launch, load_kernel
+from soloist.kernels.nvrtc import PRELUDE, launch, load_kernel
 
 # Most rows of a step.
 MAX_ROWS = 16
 # Threads that share a value channel.
 _PARTS = 4
 
-_SOURCE = r"""
-constexpr unsigned FULL = 0xffffffffu;
+_SOURCE = (
+    PRELUDE
+    + r"""
 constexpr int THREADS = V * PARTS, WARPS = THREADS / 32, PART = K / PARTS;
 constexpr int C = NUM_HEADS * (2 * K + V);
 // Rows of keys by parts: neighbouring parts lie in other banks.
@@ -32,21 +33,8 @@ __device__ element to_element(float x) { return x; }
 #else
 typedef unsigned short element;
 __device__ float to_float(element bits) { return __uint_as_float(unsigned(bits) << 16); }
-__device__ element to_element(float x) {
-    unsigned bits = __float_as_uint(x);
-    return (element)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
+__device__ element to_element(float x) { return (element)to_bf16(x); }
 #endif
-
-#ifdef __CUDACC__
-__device__ float exponential(float x) { return __expf(x); }
-__device__ float quotient(float x, float y) { return __fdividef(x, y); }
-#else
-__device__ float exponential(float x) { return expf(x); }
-__device__ float quotient(float x, float y) { return x / y; }
-#endif
-
-__device__ float sigmoid(float x) { return quotient(1.f, 1.f + exponential(-x)); }
 
 // The log decay: bounded below (Ling) or not (Kimi).
 __device__ float log_decay(float drive, float a_log) {
@@ -58,12 +46,6 @@ __device__ float log_decay(float drive, float a_log) {
 }
 
 __device__ int place(int d) { return d / PART * (PART + 4) + d % PART; }
-
-__device__ float sum_of_warp(float x) {
-#pragma unroll
-    for (int o = 16; o; o >>= 1) x += __shfl_xor_sync(FULL, x, o);
-    return x;
-}
 
 // All 2 * O values of a lane are summed over the lanes; with O = 16 lane l gets the sum of value l.
 template <int O> __device__ float sums_by_lane(float* x) {
@@ -98,10 +80,8 @@ kda_verify(const element* qkv, const element* f, const element* gate, const elem
         s[i] = __uint_as_float(four.x), s[i + 1] = __uint_as_float(four.y);
         s[i + 2] = __uint_as_float(four.z), s[i + 3] = __uint_as_float(four.w);
     }
-#ifdef HAS_PDL
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+    wait_for_producers();
+    let_consumers_start();
 
     // Convolution, SiLU, decay: a channel a thread, rows in turn.
     for (int i = threadIdx.x; i < 3 * K + V; i += THREADS) {
@@ -152,8 +132,8 @@ kda_verify(const element* qkv, const element* f, const element* gate, const elem
             of_q += q[t][place(d)] * q[t][place(d)];
             of_k += k[t][place(d)] * k[t][place(d)];
         }
-        of_q = rsqrtf(sum_of_warp(of_q) + 1e-6f) * scale;
-        of_k = rsqrtf(sum_of_warp(of_k) + 1e-6f);
+        of_q = rsqrtf(sum_of_lanes(of_q) + 1e-6f) * scale;
+        of_k = rsqrtf(sum_of_lanes(of_k) + 1e-6f);
         for (int d = lane; d < K; d += 32) {
             q[t][place(d)] *= of_q;
             k[t][place(d)] *= of_k;
@@ -246,7 +226,7 @@ kda_verify(const element* qkv, const element* f, const element* gate, const elem
     for (int t = warp; t < T; t += WARPS) {
         float sum = 0.f;
         for (int c = lane; c < V; c += 32) sum += v[t][c] * v[t][c];
-        const float of_row = rsqrtf(sum_of_warp(sum) / V + eps);
+        const float of_row = rsqrtf(sum_of_lanes(sum) / V + eps);
         for (int c = lane; c < V; c += 32) {
             const float of_gate = sigmoid(to_float(gate[(size_t)t * gate_stride + head * V + c]));
             out[((size_t)t * NUM_HEADS + head) * V + c] = to_element(v[t][c] * of_row * to_float(o_norm[c]) * of_gate);
@@ -254,6 +234,7 @@ kda_verify(const element* qkv, const element* f, const element* gate, const elem
     }
 }
 """
+)
 
 
 def verify(

@@ -16,7 +16,7 @@ from soloist.kernels.launch import HAS_TRITON
 from soloist.kernels.norm import rms_norm, rms_norm_ref
 
 if HAS_TRITON:
-    from soloist.kernels import linear_triton
+    from soloist.kernels import linear_cuda, linear_triton
 
 # On a GPU from this many outputs on, such as an output head's, cuBLAS is faster for more than this many rows: on one
 # H200 199 against 241 us for 9 rows of Ling's head, 119 against 137 us for Qwen2.5's.
@@ -354,6 +354,8 @@ def norm_linear(
     assert isinstance(weight, torch.Tensor), "packed weights are for the CPU"
     if is_step_map(x, weight):
         expect(weight, "O D", x.dtype, {"D": x.shape[1]}, name="weight")
+        if linear_cuda.can_run(x, weight):
+            return linear_cuda.run(x, norm_weight, eps, weight, bias, out_dtype=out_dtype or x.dtype)
         settings = linear_triton.settings_for(*weight.shape)
         return linear_triton.linear_step(x, norm_weight, eps, weight, bias, None, out_dtype or x.dtype, settings)
     return linear(rms_norm(x, norm_weight, eps), weight, bias, out_dtype=out_dtype)
@@ -379,6 +381,8 @@ def norm_swiglu(
     Source: Shazeer 2020 (arXiv 2002.05202), equation 6; the limit as Ling-3.0 was trained with.
     """
     if not use_reference(x) and isinstance(gate_up, torch.Tensor) and is_step_map(x, gate_up):
+        if linear_cuda.can_run(x, gate_up):
+            return linear_cuda.run(x, norm_weight, eps, gate_up, has_gate=True, limit=limit)
         settings = linear_triton.settings_for(*gate_up.shape, has_gate=True)
         return linear_triton.swiglu_step(x, norm_weight, eps, gate_up, limit, settings)
     gate, up = norm_linear(x, norm_weight, eps, gate_up).float().chunk(2, dim=-1)  # (T, F) each

@@ -29,16 +29,13 @@ from soloist.kernels.linear_triton import prefetch
 
 # Most rows of a step; more is a prompt.
 MAX_STEP_ROWS = 16
-# Most programs that share the cached positions in a step, and how many programs fill the GPU.
-_MAX_SPLITS = 64
+# How many programs fill the GPU, and the most that share the cached positions in a step.
 _NUM_PROGRAMS = 132
-# Cached positions a program takes at once.
-_BLOCK_S = 64
+_MAX_SPLITS = 128
+# Cached positions a program takes at once, for one token and for more.
+_BLOCK_S = {1: 32, MAX_STEP_ROWS: 64}
 # How many of them come into the L2 while a step's query is not there yet.
 _PREFETCHED_BLOCKS = 2
-# Rows whose splits a program merges, of more than one, and its warps.
-_COMBINE_ROWS = 2
-_COMBINE_WARPS = 4
 
 
 @triton.jit
@@ -270,47 +267,39 @@ def combine_kernel(
     SPLITS_PADDED: tl.constexpr,
     HAS_GATE: tl.constexpr,
     BR: tl.constexpr,
-    BT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out (T, H*V) = sigmoid(gate) * W_uv z, z the merged splits. Grid: (H, R / BR, ceil(T / BT)).
+    """out (T, H*V) = sigmoid(gate) * W_uv z, z the merged splits. Grid: (H, R / BR, T).
 
-    A program merges BR latents of BT rows and multiplies them by its part of W_uv; the last one of a head and block of
-    rows adds the parts in order. product (R / BR, T, H, V) fp32.
+    A program merges BR latents of one row and multiplies them by its part of W_uv; the last one of a head and row adds
+    the parts in order. product (R / BR, T, H, V) fp32.
     """
     head = tl.program_id(0)
     part = tl.program_id(1)
+    t = tl.program_id(2)
     i_v = tl.arange(0, V)
     i_r = part * BR + tl.arange(0, BR)
     i_s = tl.arange(0, SPLITS_PADDED)
+    m_s = i_s < NUM_SPLITS
     w_uv = tl.load(w_kv_b_ptr + (head * (K + V) + K + i_v)[:, None] * R + i_r[None, :]).to(tl.float32)  # (V, BR)
     wait_for_producers(PDL)
     let_consumers_start(PDL)
-    m_s = i_s < NUM_SPLITS
-    first = tl.program_id(2) * BT
-    # Unrolled, so that all rows' partial results are on their way at once; a row past T merges the last one again.
-    for i in tl.static_range(BT):
-        t = tl.minimum(first + i, T - 1)
-        o_rows = i_s.to(tl.int64) * (T * H) + t * H + head
-        b_max = tl.load(partial_max_ptr + o_rows, mask=m_s, other=float("-inf"))
-        b_sum = tl.load(partial_sum_ptr + o_rows, mask=m_s, other=0.0)
-        b_part = tl.load(partial_ptr + o_rows[:, None] * R + i_r[None, :], mask=m_s[:, None], other=0.0)
-        b_weight = tl.exp2(b_max - tl.max(b_max, axis=0)) * b_sum
-        b_z = tl.sum(b_part * (b_weight / tl.sum(b_weight, axis=0))[:, None], axis=0)  # (BR,)
-        b_z = b_z.to(w_kv_b_ptr.dtype.element_ty).to(tl.float32)
-        tl.store(product_ptr + ((part * T + t) * H + head) * V + i_v, tl.sum(w_uv * b_z[None, :], axis=1))
-    if is_last_arriver(counter_ptr + tl.program_id(2) * H + head, R // BR):
-        i_t = first + tl.arange(0, BT)
-        m_t = (i_t < T)[:, None]
-        b_out = tl.zeros((BT, V), dtype=tl.float32)
+    o_rows = i_s.to(tl.int64) * (T * H) + t * H + head
+    b_max = tl.load(partial_max_ptr + o_rows, mask=m_s, other=float("-inf"))
+    b_sum = tl.load(partial_sum_ptr + o_rows, mask=m_s, other=0.0)
+    b_part = tl.load(partial_ptr + o_rows[:, None] * R + i_r[None, :], mask=m_s[:, None], other=0.0)
+    b_weight = tl.exp2(b_max - tl.max(b_max, axis=0)) * b_sum
+    b_z = tl.sum(b_part * (b_weight / tl.sum(b_weight, axis=0))[:, None], axis=0)  # (BR,)
+    b_z = b_z.to(w_kv_b_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(product_ptr + ((part * T + t) * H + head) * V + i_v, tl.sum(w_uv * b_z[None, :], axis=1))
+    if is_last_arriver(counter_ptr + t * H + head, R // BR):
+        b_out = tl.zeros((V,), dtype=tl.float32)
         for other in tl.static_range(R // BR):
-            p_product = product_ptr + ((other * T + i_t)[:, None] * H + head) * V + i_v[None, :]
-            b_out += tl.load(p_product, mask=m_t, other=0.0, cache_modifier=".cg")
+            b_out += tl.load(product_ptr + ((other * T + t) * H + head) * V + i_v, cache_modifier=".cg")
         if HAS_GATE:
-            b_gate = tl.load(gate_ptr + i_t.to(tl.int64) * gate_stride_t + head, mask=i_t < T, other=0.0)
-            b_out *= tl.sigmoid(b_gate.to(tl.float32))[:, None]
-        p_out = out_ptr + i_t.to(tl.int64)[:, None] * (H * V) + head * V + i_v[None, :]
-        tl.store(p_out, b_out.to(out_ptr.dtype.element_ty), mask=m_t)
+            b_out *= tl.sigmoid(tl.load(gate_ptr + t.to(tl.int64) * gate_stride_t + head).to(tl.float32))
+        p_out = out_ptr + t.to(tl.int64) * (H * V) + head * V + i_v
+        tl.store(p_out, b_out.to(out_ptr.dtype.element_ty))
 
 
 def attend(
@@ -385,7 +374,7 @@ def attend(
         P=P,
         NUM_SPLITS=num_splits,
         BM=block_m,
-        BS=_BLOCK_S,
+        BS=_BLOCK_S[1 if T == 1 else MAX_STEP_ROWS],
         PREFETCHED_BLOCKS=_PREFETCHED_BLOCKS,
         IS_FP32_DOT=is_fp32_dot,
         num_warps=8 if block_m == 64 else 4,
@@ -397,9 +386,9 @@ def attend(
         a = torch.einsum("thr,hvr->thv", partial.view(T, H, R), w_uv)
         return (a if gate is None else a * torch.sigmoid(gate.float()).to(a.dtype)[..., None]).flatten(1)
     out = torch.empty((T, H * V), dtype=q.dtype, device=q.device)
-    block_r, block_t = min(R, 128), 1 if T == 1 else _COMBINE_ROWS
+    block_r = min(R, 128)
     product = torch.empty((R // block_r, T, H, V), dtype=torch.float32, device=q.device)
-    combine_kernel[(H, R // block_r, triton.cdiv(T, block_t))](
+    combine_kernel[(H, R // block_r, T)](
         partial,
         partial_max,
         partial_sum,
@@ -418,8 +407,7 @@ def attend(
         SPLITS_PADDED=triton.next_power_of_2(num_splits),
         HAS_GATE=gate is not None,
         BR=block_r,
-        BT=block_t,
-        num_warps=_COMBINE_WARPS,
+        num_warps=4,
         **pdl_options(),
     )
     return out

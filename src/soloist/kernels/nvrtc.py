@@ -1,18 +1,22 @@
 """Kernels in CUDA C++, compiled at run time: for what Triton cannot say, such as work split by warp.
 
 Owns compiling, loading and launching; a kernel's source lies beside the launcher that uses it. NVRTC comes with CUDA
-builds of PyTorch, so nobody needs a compiler. Each process compiles a source once per set of definitions, in about a
-tenth of a second.
+builds of PyTorch, so nobody needs a compiler. A source is compiled once per set of definitions, in a few tenths of a
+second, and kept in the user's cache folder.
 
 Source: CUDA driver API, `cuLaunchKernelEx` with the programmatic stream serialisation attribute.
 """
 
 import ctypes
+import hashlib
+import os
+import threading
 from functools import cache
 from typing import Any
 
 import torch
 
+from soloist.config import user_cache_dir
 from soloist.kernels.launch import has_delays, pdl_options
 
 try:
@@ -22,6 +26,61 @@ except ImportError:
 else:
     HAS_NVRTC = True
 
+
+# What kernels share; a source begins with it.
+PRELUDE = r"""
+constexpr unsigned FULL = 0xffffffffu;
+
+#ifdef __CUDACC__
+#define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
+// 16 bytes that are read once. Not `.nc`: the compiler would read it behind the wait for producers.
+__device__ uint4 load_weights(const uint4* p) {
+    uint4 x;
+    asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p));
+    return x;
+}
+__device__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+__device__ unsigned to_bf16(float x) {
+    unsigned short bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+}
+__device__ float exponential(float x) { return __expf(x); }
+__device__ float quotient(float x, float y) { return __fdividef(x, y); }
+#else
+__device__ uint4 load_weights(const uint4* p) { return *p; }
+__device__ void prefetch(const void*) {}
+__device__ unsigned to_bf16(float x) {
+    const unsigned bits = __float_as_uint(x);
+    return x == x ? (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16 : 0x7fffu;
+}
+__device__ float exponential(float x) { return expf(x); }
+__device__ float quotient(float x, float y) { return x / y; }
+#endif
+
+__device__ void wait_for_producers() {
+#ifdef HAS_PDL
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ void let_consumers_start() {
+#ifdef HAS_PDL
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ float low(unsigned pair) { return __uint_as_float(pair << 16); }
+__device__ float high(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
+__device__ float sigmoid(float x) { return quotient(1.f, 1.f + exponential(-x)); }
+
+template <int LANES = 32> __device__ float sum_of_lanes(float x) {
+#pragma unroll
+    for (int o = LANES / 2; o; o >>= 1) x += __shfl_xor_sync(FULL, x, o);
+    return x;
+}
+"""
 
 # How a kernel lets its consumers start, and what delays it behind that: see `delayed_producers`.
 _TRIGGER = 'asm volatile("griddepcontrol.launch_dependents;" ::: "memory");'
@@ -53,6 +112,21 @@ def _compile(source: str, name: str, definitions: tuple[tuple[str, str], ...], c
     return cubin
 
 
+def _find_cubin(source: str, name: str, definitions: tuple[tuple[str, str], ...], capability: tuple[int, int]) -> bytes:
+    """Give a kernel's machine code from the user's cache, or compile it and leave it there."""
+    what = repr((source, name, definitions, capability, _check(nvrtc.nvrtcVersion())))
+    path = user_cache_dir() / "kernels" / f"{name}-{hashlib.sha256(what.encode()).hexdigest()[:32]}.cubin"
+    if path.is_file():
+        return path.read_bytes()
+    cubin = _compile(source, name, definitions, capability)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Whole or not at all: several processes may compile the same kernel.
+    unfinished = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+    unfinished.write_bytes(cubin)
+    unfinished.replace(path)
+    return cubin
+
+
 def load_kernel(source: str, name: str, definitions: tuple[tuple[str, str], ...], device: torch.device) -> Any:
     """Compile and load one `extern "C"` kernel for a device.
 
@@ -67,7 +141,7 @@ def load_kernel(source: str, name: str, definitions: tuple[tuple[str, str], ...]
 
 @cache
 def _load(source: str, name: str, definitions: tuple[tuple[str, str], ...], device: torch.device) -> Any:
-    cubin = _compile(source, name, definitions, torch.cuda.get_device_capability(device))
+    cubin = _find_cubin(source, name, definitions, torch.cuda.get_device_capability(device))
     module = _check(driver.cuModuleLoadData(cubin))
     kernel = _check(driver.cuModuleGetFunction(module, name.encode()))
     # Whatever a multiprocessor has is a launch's to ask for.
