@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from soloist.kernels import kda, kda_prompt_triton, kda_triton, kda_verify_cuda, mla, mla_triton, moe
+from soloist.kernels import kda, kda_prompt_triton, kda_triton, kda_verify_cuda, mla, mla_triton, moe, moe_step_cuda
 from soloist.kernels.launch import programmatic_launch
 
 WIDTHS = (1, 4, 9, 16)
@@ -119,11 +119,13 @@ class MoeBench:
         return statistics.mean(counts)
 
     def check(self, T: int) -> float:
-        x = rand(T, self.shape.D)
-        args = (x, *self.layers[0], self.shape.settings)
+        x, (norm, eps, gate, bias, *weights) = rand(T, self.shape.D), self.layers[0]
         width = torch.tensor(T, dtype=torch.int32, device="cuda")
-        out = moe.moe(*args, limit=4.0, shared_limit=5.0, width=width)
-        return error(out, moe.moe_ref(*args, limit=4.0, shared_limit=5.0, width=width))
+        options = {"limit": 4.0, "shared_limit": 5.0, "width": width, "adds_residual": True}
+        # The reference's own logits: at a near-tie others would choose another expert.
+        logits = moe.rms_norm_ref(x, norm, eps).float() @ gate.float().T
+        out = moe_step_cuda.run_experts(x, norm, eps, logits, bias, *weights, self.shape.settings, **options)
+        return error(out, moe.moe_ref(x, norm, eps, gate, bias, *weights, self.shape.settings, **options))
 
     def time(self, T: int, num_calls: int = 24) -> tuple[float, float, float]:
         """Median us, spread, and bytes."""
