@@ -120,6 +120,11 @@ def test_the_same_routes_and_refusals_as_one_server(fleet):
     connection.request("GET", "/v1/models")
     assert connection.getresponse().status == 401
     assert call(url, "POST", "/reset_prefix_cache")[0] == 200
+    connection = http.client.HTTPConnection(url.removeprefix("http://"))
+    connection.request(
+        "POST", "/v1/completions", iter([b"x" * (1 << 20)] * 40), {"x-api-key": "k"}, encode_chunked=True
+    )
+    assert connection.getresponse().status == 413
 
 
 def test_a_closed_socket_ends_the_work_of_its_replica(fleet):

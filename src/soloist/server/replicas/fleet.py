@@ -24,7 +24,7 @@ from soloist.server.api.state import METRICS_TYPE
 from soloist.server.failures import Failure
 from soloist.server.replicas.conversation import conversation_of
 from soloist.server.replicas.replica import Message, Replica
-from soloist.server.security import Gate
+from soloist.server.security import BodyTooLarge, Gate
 from soloist.server.settings import ServerSettings
 from soloist.server.stream import ClientGone, unless_gone
 
@@ -112,24 +112,32 @@ class Fleet:
             await self._gate(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await _read(receive)
         method, path = scope["method"], scope["path"]
-        response: Response | None = None
-        if method == "GET" and path in ("/health", "/ready"):
-            response = _health(await self._all(method, path))
-        elif method == "GET" and path == "/metrics":
-            response = Response(_metrics(await self._all(method, path)), media_type=METRICS_TYPE)
-        elif method == "GET" and path == "/props":
-            response = _props(await self._all(method, path))
-        elif method == "POST" and path == "/reset_prefix_cache":
-            status, content = max(await self._all(method, path), default=(503, b""))
-            response = Response(content, status, media_type="application/json")
+        try:
+            body = await _read(receive)
+            response = await self._of_all(method, path)
+        except BodyTooLarge as error:
+            response = JSONResponse(error.failure.body(path), error.failure.status)
         if response is not None:
             await response(scope, receive, send)
             return
         sent = {key: scope[key] for key in _SCOPE_KEYS if key in scope} | {"headers": list(scope["headers"])}
         with contextlib.suppress(ClientGone):
             await unless_gone(self._forward(sent, body, send), receive)
+
+    async def _of_all(self, method: str, path: str) -> Response | None:
+        """Answer for all replicas together; None: one of them answers."""
+        match method, path:
+            case "GET", "/health" | "/ready":
+                return _health(await self._all(method, path))
+            case "GET", "/metrics":
+                return Response(_metrics(await self._all(method, path)), media_type=METRICS_TYPE)
+            case "GET", "/props":
+                return _props(await self._all(method, path))
+            case "POST", "/reset_prefix_cache":
+                status, content = max(await self._all(method, path), default=(503, b""))
+                return Response(content, status, media_type="application/json")
+        return None
 
     async def _all(self, method: str, path: str) -> list[tuple[int, bytes]]:
         """Ask every replica that lives."""
