@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from soloist.kernels import kda, kda_prompt_triton, kda_triton, kda_verify_cuda, mla, mla_triton, moe, moe_step_cuda
+from soloist.kernels import kda, kda_prompt_triton, kda_triton, kda_verify_cuda, mla, moe, moe_step_cuda
 from soloist.kernels.launch import programmatic_launch
 
 WIDTHS = (1, 4, 9, 16)
@@ -206,7 +206,7 @@ def bench_mla(shape: Shape, bandwidth: float, rows: list[dict]) -> None:
     for T in (*WIDTHS, 2048):
         q, kv, gate = rand(T, H * (K + P)), rand(T, R + P), rand(T, H)
 
-        def call(i: int, form: Callable = mla_triton.attend) -> torch.Tensor:
+        def call(i: int, form: Callable = mla.mla_attention) -> torch.Tensor:
             return form(q, kv, gate, norm, 1e-6, weights[i], caches[i], context_len, cos, sin, **options)
 
         report(

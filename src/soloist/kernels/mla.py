@@ -22,7 +22,7 @@ from soloist.kernels.norm import rms_norm_ref
 from soloist.kernels.rotary import apply_rotary_ref
 
 if HAS_TRITON:
-    from soloist.kernels import mla_triton
+    from soloist.kernels import mla_prompt, mla_triton
 
 # Queries from which on expanding the cache costs less than absorbing the maps: (Kn+V) R S a head against (2R-Kn-V) T S.
 MIN_ROWS_TO_EXPAND = 170
@@ -180,7 +180,7 @@ def mla_attention(
         expect(cos, f"S' {P // 2}", torch.float32, dims, name="cos")
         expect(sin, f"S' {P // 2}", torch.float32, dims, name="sin")
     if not use_reference(q):
-        form = mla_triton.attend
+        form = mla_triton.attend if dims["T"] <= mla_triton.MAX_STEP_ROWS else mla_prompt.attend
     else:
         form = mla_attention_ref if dims["T"] < MIN_ROWS_TO_EXPAND else mla_naive_ref
     args = (q, kv, gate, kv_norm, eps, w_kv_b, latent_cache, context_len, cos, sin)

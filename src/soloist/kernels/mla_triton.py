@@ -8,7 +8,7 @@ Three launches for a step of T <= 16 rows, all reading the context length from d
    are split over programs, each of which leaves a partial result and its running maximum and sum.
 3. `combine_kernel`: merges the splits of one head in order, applies W_uv and the head's gate.
 
-A prompt uses 1 and 2 with one split, and a batched matrix product for W_uv.
+A prompt is `kernels/mla_prompt.py`.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), absorbed form; FlashDecoding split over keys.
 """
@@ -104,13 +104,12 @@ def prepare_kernel(
     PDL: tl.constexpr,
     IS_FP32_DOT: tl.constexpr,
 ):
-    """query (T, H, R+P) = [q_nope W_uk, rotary(q_rope)]; cache rows written. Grid: (H + TP, R / BR, ceil(T / TP)).
+    """query (T, H, R+P) = [q_nope W_uk, rotary(q_rope)]; cache rows written. Grid: (H + T, R / BR).
 
     w_kv_b (H, K+V, R): K rows of W_uk, then V rows of W_uv, for each head.
     """
     pid = tl.program_id(0)
-    first_row = tl.program_id(2) * TP
-    i_t = first_row + tl.arange(0, TP)
+    i_t = tl.arange(0, TP)
     m_t = i_t < T
     if pid < H:
         i_k = tl.arange(0, K)
@@ -142,8 +141,8 @@ def prepare_kernel(
     else:
         wait_for_producers(PDL)
         let_consumers_start(PDL)
-        t = first_row + pid - H
-        if (tl.program_id(1) == 0) & (t < T):
+        t = pid - H
+        if tl.program_id(1) == 0:
             _write_row(
                 kv_ptr,
                 kv_norm_ptr,
@@ -318,24 +317,22 @@ def attend(
     v_head_dim: int,
     scale: float,
 ) -> torch.Tensor:
-    """Launch `mla_attention`, a step or a prompt; arguments as there."""
+    """Launch `mla_attention` for a step of T <= 16 rows; arguments as there."""
     T = q.shape[0]
     H, V, R = num_heads, v_head_dim, kv_norm.shape[0]
     P = kv.shape[1] - R
     K = q.shape[1] // H - P
-    is_step = T <= MAX_STEP_ROWS
     is_fp32_dot = IS_INTERPRETED or q.dtype == torch.float32
     # Without rotary the tables are never read; any pointer does.
     table = (kv_norm, kv_norm) if cos is None or sin is None else (cos, sin)
     query = torch.empty((T, H, R + P), dtype=q.dtype, device=q.device)
     block_m = 16 if T * H <= 16 else 32 if T * H <= 32 else 64
     num_row_tiles = triton.cdiv(T * H, block_m)
-    num_splits = max(1, min(_MAX_SPLITS, _NUM_PROGRAMS // num_row_tiles)) if is_step else 1
-    partial = torch.empty((num_splits, T * H, R), dtype=torch.float32 if is_step else q.dtype, device=q.device)
+    num_splits = max(1, min(_MAX_SPLITS, _NUM_PROGRAMS // num_row_tiles))
+    partial = torch.empty((num_splits, T * H, R), dtype=torch.float32, device=q.device)
     partial_max, partial_sum = torch.empty((2, num_splits, T * H), dtype=torch.float32, device=q.device)
     block_r = min(R, 128)
-    block_t = 16 if is_step else 64
-    prepare_kernel[(H + block_t, R // block_r, triton.cdiv(T, block_t))](
+    prepare_kernel[(H + T, R // block_r)](
         q,
         kv,
         kv_norm,
@@ -354,7 +351,7 @@ def attend(
         R=R,
         P=P,
         HAS_ROTARY=cos is not None,
-        TP=block_t,
+        TP=MAX_STEP_ROWS,
         BR=block_r,
         IS_FP32_DOT=is_fp32_dot,
         num_warps=4,
@@ -381,12 +378,7 @@ def attend(
         num_stages=2,
         **pdl_options(),
     )
-    if not is_step:
-        w_uv = w_kv_b.view(H, K + V, R)[:, K:]  # (H, V, R)
-        a = torch.einsum("thr,hvr->thv", partial.view(T, H, R), w_uv)
-        return (a if gate is None else a * torch.sigmoid(gate.float()).to(a.dtype)[..., None]).flatten(1)
     out = torch.empty((T, H * V), dtype=q.dtype, device=q.device)
-    block_r = min(R, 128)
     product = torch.empty((R // block_r, T, H, V), dtype=torch.float32, device=q.device)
     combine_kernel[(H, R // block_r, T)](
         partial,

@@ -1,0 +1,68 @@
+"""A prompt's multi-head latent attention on a GPU: the naive form, by PyTorch's own flash attention.
+
+With many queries expanding the cache costs less than absorbing the maps: a position meets a query with Kn + P + V
+products instead of 2 R + P. Equations and references are in `kernels/mla.py`.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from soloist.kernels.norm import rms_norm_ref
+from soloist.kernels.rotary import apply_rotary_ref
+
+
+def attend(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    gate: torch.Tensor | None,
+    kv_norm: torch.Tensor,
+    eps: float,
+    w_kv_b: torch.Tensor,
+    latent_cache: torch.Tensor,
+    context_len: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    *,
+    num_heads: int,
+    v_head_dim: int,
+    scale: float,
+) -> torch.Tensor:
+    """Run `mla_attention` for a prompt's rows; arguments as there. Reads the context's length on the host.
+
+    Rounding: expanded keys and values, probabilities and the result to the model's dtype, sums fp32.
+    """
+    T, H, V, R = q.shape[0], num_heads, v_head_dim, kv_norm.shape[0]
+    P = kv.shape[1] - R
+    # A prompt is read before a request's first step: nothing waits behind this.
+    start = int(context_len)
+    S = start + T
+    queries = q.reshape(T, H, -1)  # (T, H, Kn+P)
+    c, k_r = kv.split([R, P], dim=-1)
+    if cos is not None and sin is not None:
+        angles = cos[start:S], sin[start:S]  # (T, P/2)
+        q_n, q_r = queries.split([queries.shape[2] - P, P], dim=-1)
+        queries = torch.cat([q_n, apply_rotary_ref(q_r, *angles, interleaved=True)], dim=-1)
+        k_r = apply_rotary_ref(k_r, *angles, interleaved=True)
+    latent_cache[start:S, :R] = rms_norm_ref(c, kv_norm, eps)
+    latent_cache[start:S, R:] = k_r
+    latents = latent_cache[:S]
+    expanded = F.linear(latents[:, :R], w_kv_b).view(S, H, -1)  # (S, H, Kn+V)
+    keys = torch.cat([expanded[..., :-V], latents[:, None, R:].expand(-1, H, -1)], dim=-1)  # (S, H, Kn+P)
+    # Flash attention takes heads of one size; zeros change no product, and behind a value they give zeros.
+    size = max(keys.shape[2], V)
+
+    def as_heads(x: torch.Tensor) -> torch.Tensor:
+        return F.pad(x, (0, size - x.shape[2])).transpose(0, 1)[None]  # (1, H, T or S, size)
+
+    a = F.scaled_dot_product_attention(
+        as_heads(queries),
+        as_heads(keys),
+        as_heads(expanded[..., -V:]),
+        attn_mask=causal_lower_right(T, S),
+        scale=scale,
+    )
+    a = a[0, ..., :V].transpose(0, 1)  # (T, H, V)
+    if gate is not None:
+        a = a * torch.sigmoid(gate.float()).to(a.dtype)[..., None]
+    return a.flatten(1)
