@@ -1,11 +1,13 @@
 """Two replicas of a tiny model on a Ray cluster of this machine. Run by `make test-replicas`."""
 
+import asyncio
 import contextlib
 import http.client
 import json
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -82,8 +84,6 @@ def busy_pid(url: str, fleet: Fleet) -> int:
     async def ask() -> list[int]:
         return [p["pid"] for _, content in await fleet._all("GET", "/props") if (p := json.loads(content))["running"]]
 
-    import asyncio
-
     (pid,) = asyncio.run(ask())
     return pid
 
@@ -138,6 +138,20 @@ def test_a_closed_socket_ends_the_work_of_its_replica(fleet):
         assert sum(r["running"] for r in replicas(url)) == 1
     assert wait_until(lambda: sum(r["running"] for r in replicas(url)) == 0, 5)
     assert "cancelled" in {receipt["finish_reason"] for receipt in call(url, "GET", "/props")[1]["receipts"]}
+
+
+def test_an_answer_in_one_piece_is_made_again_where_its_replica_is_lost(fleet, caplog: pytest.LogCaptureFixture):
+    url, front = fleet
+    assert wait_until(lambda: len(replicas(url)) == 2)
+    answers: list[dict] = []
+    messages = [{"role": "user", "content": "tell me all of it"}]
+    thread = threading.Thread(target=lambda: answers.append(say(url, messages, max_tokens=900)))
+    thread.start()
+    assert wait_until(lambda: sum(r["running"] for r in replicas(url)) == 1, 10)
+    os.kill(busy_pid(url, front), signal.SIGKILL)
+    thread.join(60)
+    assert answers[0]["usage"]["completion_tokens"] == 900
+    assert "a replica was lost during /v1/chat/completions" in caplog.text
 
 
 @pytest.mark.parametrize(
