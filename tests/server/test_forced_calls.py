@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from soloist.server.tool_calls import JsonParser, ToolParser, XmlArgumentsParser, XmlParametersParser
-from soloist.tokenizer import Tokenizer
+from soloist.tokenizer import ANSWER_MARKS, Tokenizer
 from tests.server.client import Client, make_tokenizer, scripted_llm
 from tests.server.test_structured import Fixed, noisy_llm
 from tests.server.test_tool_calls import ANSWERS, ARGUMENTS, TOOLS
@@ -42,8 +42,12 @@ def form_tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[type[ToolP
             f"{{% if tools %}}{{{{ tools | length }}}}{FORMS[parser]}{{% endif %}}"
             "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking %}<think>{% endif %}"
         )
-        # One form has its marks as tokens, the others spell them.
-        special = ("<|im_end|>", "<tool_call>", "</tool_call>") if parser is JsonParser else ("<|im_end|>",)
+        # Two forms have their marks as tokens, as checkpoints have them; the third spells them.
+        marks = {
+            JsonParser: ("<tool_call>", "</tool_call>"),
+            XmlArgumentsParser: tuple(sorted(ANSWER_MARKS - {"<think>", "</think>"})),
+        }.get(parser, ())
+        special = ("<|im_end|>", *marks)
         return make_tokenizer(tmp_path_factory.mktemp("form"), template, special=special, user_defined=())
 
     return {parser: make(parser) for parser in FORMS}
