@@ -6,10 +6,19 @@ products instead of 2 R + P. Equations and references are in `kernels/mla.py`.
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
-
 from soloist.kernels.norm import rms_norm_ref
 from soloist.kernels.rotary import apply_rotary_ref
+
+
+def _attend_causally(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Attention of the last T of S positions, each to those up to it: (1, H, T, X), (1, H, S, X) twice."""
+    if q.is_cuda and q.element_size() == 2:
+        # The operator itself aligns the last query with the last position; `scaled_dot_product_attention` aligns the
+        # first ones, and what tells it otherwise, torch.nn.attention.bias, takes seconds to import.
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)[0]
+    T, S = q.shape[2], k.shape[2]
+    is_seen = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=is_seen, scale=scale)
 
 
 def attend(
@@ -55,13 +64,7 @@ def attend(
     def as_heads(x: torch.Tensor) -> torch.Tensor:
         return F.pad(x, (0, size - x.shape[2])).transpose(0, 1)[None]  # (1, H, T or S, size)
 
-    a = F.scaled_dot_product_attention(
-        as_heads(queries),
-        as_heads(keys),
-        as_heads(expanded[..., -V:]),
-        attn_mask=causal_lower_right(T, S),
-        scale=scale,
-    )
+    a = _attend_causally(as_heads(queries), as_heads(keys), as_heads(expanded[..., -V:]), scale)
     a = a[0, ..., :V].transpose(0, 1)  # (T, H, V)
     if gate is not None:
         a = a * torch.sigmoid(gate.float()).to(a.dtype)[..., None]
