@@ -6,6 +6,7 @@ products instead of 2 R + P. Equations and references are in `kernels/mla.py`.
 
 import torch
 import torch.nn.functional as F
+
 from soloist.kernels.norm import rms_norm_ref
 from soloist.kernels.rotary import apply_rotary_ref
 
