@@ -27,7 +27,6 @@ import triton
 from decode_gpu import CONTEXT_LEN, built_in, commit_id, count_distinct_experts, count_nodes, stamp_kernel
 from soloist.config import disable_multicast
 from soloist.engine import Engine
-from soloist.generation import RequestStats
 from soloist.kernels.allreduce import TensorParallel
 from soloist.kernels.mailboxes import make_mailboxes
 from soloist.models import load_model
@@ -35,6 +34,7 @@ from soloist.models.bailing_moe_v3 import BailingMoeV3MTP
 from soloist.models.causal_lm import CausalLM
 from soloist.models.footprint import CountingSource
 from soloist.models.loader import RandomSource, choose_placement
+from soloist.request_stats import RequestStats
 from soloist.roofline import measure_bandwidth
 from soloist.runtime.buffers import SamplingPlan, StepBuffers
 from soloist.runtime.graph import StepGraph

@@ -19,6 +19,7 @@ LAYERS = (
     ("spec",),
     ("prefix_disk",),
     ("prefix",),
+    ("request_stats",),
     ("engine", "generation"),
     ("step_costs",),
     ("vocabulary", "tokenizer", "chat", "hub"),

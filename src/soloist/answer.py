@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from soloist.generation import FinishReason, Generation, RequestStats, StepResult
+from soloist.generation import FinishReason, Generation, StepResult
+from soloist.request_stats import RequestStats
 from soloist.runtime.ring import TokenLogprob
 from soloist.sampling_params import SamplingParams
 from soloist.tokenizer import Detokenizer, StopMatcher, Tokenizer

@@ -17,10 +17,10 @@ from soloist.answer import Completion, Delta, Stream
 from soloist.chat import ChatTemplate, Prompt
 from soloist.engine import Engine
 from soloist.errors import UsageError
-from soloist.generation import RequestStats
 from soloist.kernels.compile_ahead import OnCompiled
 from soloist.loading import LoadOptions, load
 from soloist.models.loader import Progress, WeightsDtype
+from soloist.request_stats import RequestStats
 from soloist.runtime.graph import Execution
 from soloist.sampling_params import SamplingParams
 from soloist.tokenizer import Tokenizer

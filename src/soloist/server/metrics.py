@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from soloist.generation import RequestStats
+from soloist.request_stats import RequestStats
 
 if TYPE_CHECKING:
     from soloist.server.reply import Gaps

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from soloist.answer import Delta, Stream
-from soloist.generation import Constraint, Generation, RequestStats
+from soloist.generation import Constraint, Generation
+from soloist.request_stats import RequestStats
 from soloist.runtime.ring import TokenLogprob
 from soloist.sampling_params import SamplingParams
 from soloist.server.queue import Job, NeverBegun

@@ -12,8 +12,9 @@ from typing import Any
 
 from soloist.answer import Delta, Stream
 from soloist.errors import UsageError
-from soloist.generation import Constraint, Generation, RequestStats
+from soloist.generation import Constraint, Generation
 from soloist.llm import LLM
+from soloist.request_stats import RequestStats
 from soloist.sampling_params import SamplingParams
 from soloist.server.metrics import Metrics
 from soloist.server.queue import WorkQueue
