@@ -2,8 +2,8 @@
 
 The loss is that of the next token plus a share of the MTP layer's loss of the one behind it. Experts are kept in use by
 their selection bias, which a step moves against their load. The rate warms up, stays, and falls in a straight line. The
-last part of the time also teaches the model not to repeat itself: it continues prompts greedily, and tokens that close
-a run it has written before are made less likely.
+last part of the time, at a small rate, also teaches the model not to repeat itself: it continues prompts greedily, and
+tokens that close a run it has written before are made less likely. `plain` is the model before that part.
 
 Sources: DeepSeek-V3, arXiv 2412.19437, sections 2.1.2 (bias) and 2.2 (MTP); neural text generation with unlikelihood
 training, arXiv 1908.04319, section 5.2.
@@ -46,16 +46,17 @@ class Settings:
     lr: float = 4e-3
     weight_decay: float = 0.1
     warm_up: float = 0.02
-    # Where the rate begins to fall, to nothing at the end.
+    # Where the rate begins to fall, to nothing where unlikelihood training begins.
     decay_start: float = 0.45
     mtp_weight: float = 0.3
     # How far a step moves an expert's selection bias at full rate.
     bias_step: float = 4e-3
-    # Where unlikelihood training begins.
-    polish_start: float = 0.86
+    # Where unlikelihood training begins, at a share of the full rate that falls to nothing at the end.
+    polish_start: float = 0.88
+    polish_rate: float = 0.2
     polish_weight: float = 1.0
     # Continuations generated at once, tokens of a prompt and of its continuation, and the run that may not come twice.
-    num_continuations: int = 1024
+    num_continuations: int = 2048
     prompt_len: int = 96
     continuation_len: int = 128
     run_len: int = 6
@@ -67,7 +68,9 @@ class Settings:
         """Give the learning rate at a share of the time, as a share of `lr`."""
         if progress < self.warm_up:
             return max(progress / self.warm_up, 0.01)
-        return min((1.0 - progress) / (1.0 - self.decay_start), 1.0)
+        if progress >= self.polish_start:
+            return self.polish_rate * (1.0 - progress) / (1.0 - self.polish_start)
+        return min((self.polish_start - progress) / (self.polish_start - self.decay_start), 1.0)
 
 
 def make_model(
@@ -258,10 +261,15 @@ class Trainer:
         self.report(0.0, self.step(0.0))
         self.start_s = last_save = time.perf_counter()
         polish: list[tuple[Batch, Tensor]] = []
+        is_plain_saved = False
         while True:
             progress = (time.perf_counter() - self.start_s) / s.seconds
             if progress >= 1.0:
                 break
+            if progress >= s.polish_start and not is_plain_saved:
+                self.save("plain")
+                self.report(progress, {}, **self.evaluate())
+                is_plain_saved = True
             is_new = progress >= s.polish_start and not polish
             if is_new:
                 polish = self.continue_prompts()
@@ -288,6 +296,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=HERE / "config.json")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--num-tokens", type=int, default=Settings.num_tokens, help="tokens of a step")
+    parser.add_argument("--no-polish", action="store_true", help="do without unlikelihood training")
     parser.add_argument("--plain", action="store_true", help="do without fla-core's kernel")
     parser.add_argument("--lr", type=float, default=Settings.lr)
     args = parser.parse_args()
@@ -297,6 +306,8 @@ def main() -> None:
     if has_kernel:
         limit_tuning(NUM_CONFIGS)
     settings = Settings(seconds=args.seconds, num_tokens=args.num_tokens, lr=args.lr)
+    if args.no_polish:
+        settings = replace(settings, polish_start=1.0)
     Trainer(settings, args.data, args.out, torch.device(args.device), args.config, has_kernel).run()
 
 

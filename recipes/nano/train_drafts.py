@@ -1,0 +1,96 @@
+"""Trains DSpark drafts of soloist-nano, all on the same answers, each for about so many seconds.
+
+The same as one `soloist draft train` for each block, but that answers are asked for once, and that the number of steps
+is chosen by what a few of them take here. `training.json` in a draft's folder says which it was.
+"""
+
+import argparse
+import json
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from soloist import LLM
+from soloist.train.prompts import Reader, read_prompts
+from soloist.train.responses import OwnSource, collect_texts
+from soloist.train.run import Progress, train_draft
+from soloist.train.settings import DraftShape, TrainSettings
+from soloist.train.trainer import Trainer
+
+TEMPERATURES = (0.0, 0.7, 1.0)
+# Longest answer, and answers generated at once.
+NUM_TOKENS, BATCH_SIZE = 128, 2048
+# Steps that are not typical, and steps that are timed.
+WARM_STEPS, TIMED_STEPS = 5, 15
+# Drafts have to fit into the repository beside the target.
+SHAPE = DraftShape(num_hidden_layers=2, markov_rank=32)
+
+
+def main() -> None:
+    """Answer, time, train."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, required=True, help="the target's folder")
+    parser.add_argument("--prompts", type=Path, required=True, help="what prompts.py wrote")
+    parser.add_argument("--out", type=Path, required=True, help="gets dspark8/ for block 8, dspark16/ for block 15")
+    parser.add_argument("--blocks", type=int, nargs="+", default=[8, 15])
+    parser.add_argument("--seconds", type=float, required=True, help="of training, for each draft")
+    parser.add_argument("--num-prompts", type=int, default=12000)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    is_gpu = args.device != "cpu"
+    dtype, weights_dtype = ("bfloat16", "bf16") if is_gpu else ("float32", "fp32")
+    llm = LLM(args.model, device=args.device, dtype=dtype, weights_dtype=weights_dtype)
+    target, num_ids = llm.engine.runner.model, llm.engine.runner.buffers.num_tokens
+    reader = Reader(encode=llm.encode, render=None)
+    prompts = read_prompts(args.prompts, reader, limit=args.num_prompts, max_prompt_tokens=512, seed=0)
+    source = OwnSource(
+        model=target,
+        max_new_tokens=NUM_TOKENS,
+        num_tokens=num_ids,
+        eos_token_ids=llm.engine.eos_token_ids,
+        batch_size=BATCH_SIZE,
+    )
+    args.out.mkdir(parents=True, exist_ok=True)
+    file, start = args.out / "texts.jsonl", time.perf_counter()
+    texts = collect_texts(source, prompts, TEMPERATURES, seed=0, file=file)
+    print(f"{len(texts)} answers in {time.perf_counter() - start:.0f} s", flush=True)
+    for block in args.blocks:
+        settings = TrainSettings(
+            shape=replace(SHAPE, block_size=block),
+            documents_per_step=128 if is_gpu else 4,
+            anchors_per_document=32 if is_gpu else 4,
+            learning_rate=2e-3,
+            compute_dtype="bf16" if is_gpu else "fp32",
+            log_every=50,
+            checkpoint_every=100_000,
+            stores_heads=False,
+        )
+        trial = Trainer(target, texts, settings, num_tokens=num_ids, folder=None)
+        trial.run(WARM_STEPS)
+        start = time.perf_counter()
+        trial.run(WARM_STEPS + TIMED_STEPS)
+        step_s = (time.perf_counter() - start) / TIMED_STEPS
+        del trial
+        settings = replace(settings, num_steps=max(int(args.seconds / step_s), 10))
+        print(f"block {block}: {step_s * 1e3:.0f} ms a step, {settings.num_steps} steps", flush=True)
+        outcome = train_draft(
+            target,
+            prompts,
+            source,
+            settings,
+            args.out / ("dspark16" if block == 15 else f"dspark{block}"),
+            temperatures=TEMPERATURES,
+            num_tokens=num_ids,
+            data=f"{len(prompts)} beginnings of functions and classes",
+            texts_file=file,
+            progress=Progress(
+                on_step=lambda figures, total, speed: print(json.dumps(asdict(figures) | {"of": total}), flush=True)
+            ),
+        )
+        print(f"block {block}: {outcome.figures}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
