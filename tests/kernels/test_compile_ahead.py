@@ -12,19 +12,22 @@ from soloist.kernels import norm_triton, step_end_triton
 from soloist.kernels.compile_ahead import compiling_ahead
 from tests.kernels.compile_only import Compiled, compiling, print_kernels, run_without_interpreter
 
+KERNELS = ["copy_to_slot_kernel", "rms_norm_kernel", "rms_norm_kernel"]
+
 
 def launch_all() -> None:
-    """Launch two kernels, one of them twice, on tensors that no GPU could read."""
+    """Launch two kernels, one of them in two forms and one of these twice, on tensors that no GPU could read."""
     x, norm = torch.empty(3, 64, dtype=torch.bfloat16), torch.empty(64, dtype=torch.bfloat16)
-    norm_triton.rms_norm_rows(x, norm, 1e-6)
-    norm_triton.rms_norm_rows(x, norm, 1e-6)
+    unaligned = torch.empty(3 * 64 + 1, dtype=torch.bfloat16)[1:].view(3, 64)
+    for rows in (x, x.clone(), unaligned):
+        norm_triton.rms_norm_rows(rows, norm, 1e-6)
     ring, count = torch.empty(4, 16), torch.empty(1, dtype=torch.int64)
     step_end_triton.copy_to_slot(torch.empty(8), ring, count)
 
 
 def test_what_is_launched_ahead_is_compiled_once_and_not_run():
     kernels = run_without_interpreter(__file__)
-    assert sorted(kernel.name for kernel in kernels) == ["copy_to_slot_kernel", "rms_norm_kernel"]
+    assert sorted(kernel.name for kernel in kernels) == KERNELS
 
 
 def program() -> list[Compiled]:
@@ -52,12 +55,12 @@ def program() -> list[Compiled]:
     triton.knobs.compilation.listener = listen
     with compiling_ahead(2, lambda done, total: progress.append((done, total))):
         launch_all()
-    assert progress == [(1, 2), (2, 2)], progress
-    assert sorted(compiled) == sorted(loaded) == ["copy_to_slot_kernel", "rms_norm_kernel"]
+    assert progress == [(1, 3), (2, 3), (3, 3)], progress
+    assert sorted(compiled) == sorted(loaded) == KERNELS
     assert threading.get_ident() not in threads
     with compiling(90) as kernels:
         launch_all()
-    assert len(compiled) == 2, "compiled again"
+    assert len(compiled) == 3, "compiled again"
     return [kernel for i, kernel in enumerate(kernels) if kernel not in kernels[:i]]
 
 

@@ -5,6 +5,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from soloist.kernels.launch import HAS_TRITON
 
 if HAS_TRITON:
@@ -28,6 +30,11 @@ class _Compilers(ThreadPoolExecutor):
         return super().submit(compile_and_load)
 
 
+def _kind(argument: Any) -> Any:
+    """Give all of an argument that a compiled kernel may depend on: its value, but of tensors dtype and alignment."""
+    return (argument.dtype, argument.data_ptr() % 16) if isinstance(argument, torch.Tensor) else argument
+
+
 @contextmanager
 def compiling_ahead(num_threads: int, on_compiled: OnCompiled | None = None) -> Iterator[None]:
     """Compile the Triton kernels that are launched inside the block, in threads, instead of running them.
@@ -36,9 +43,15 @@ def compiling_ahead(num_threads: int, on_compiled: OnCompiled | None = None) -> 
     run in the block either.
     """
     run = JITFunction.run
+    # A model's layers launch the same kernels, and finding that out is most of Triton's work.
+    seen: set[tuple[Any, ...]] = set()
 
-    def compile_only(self: JITFunction, *args: Any, warmup: bool, **kwargs: Any) -> Any:
-        return run(self, *args, warmup=True, **kwargs)
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        options = ((name, _kind(value)) for name, value in kwargs.items())
+        launch = (id(self), *(_kind(value) for value in args), *options)
+        if launch not in seen:
+            seen.add(launch)
+            run(self, *args, grid=grid, warmup=True, **kwargs)
 
     JITFunction.run = compile_only
     try:
