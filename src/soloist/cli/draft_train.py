@@ -97,6 +97,14 @@ def train(
     length_weight: Annotated[
         float, typer.Option("--length-weight", help="Acceptance length, at the end of training.", metavar="X")
     ] = 1.0,
+    min_temperature: Annotated[
+        float | None,
+        typer.Option(
+            "--min-temperature",
+            help="Compare the laws at a text's own temperature, but at least at this: 0.5 favours greedy use.",
+            metavar="T",
+        ),
+    ] = None,
     store_gb: Annotated[
         float | None,
         typer.Option("--store-states", help="Keep hidden states on disk, in at most so many GB.", metavar="GB"),
@@ -134,6 +142,7 @@ def train(
             l1_weight=l1_weight,
             confidence_weight=confidence_weight,
             length_weight=length_weight,
+            min_temperature=min_temperature,
         ),
         num_steps=steps,
         documents_per_step=texts_per_step,
