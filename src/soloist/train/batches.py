@@ -4,6 +4,7 @@ Owns the order of documents and the choice of anchors, both functions of seed an
 resumed, or spread over processes, sees the same.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,14 @@ class Text:
     def num_candidates(self) -> int:
         """Places that a block can begin at: from the prompt's last token on, with a token to predict."""
         return len(self.token_ids) - self.num_prompt
+
+
+def digest_of(texts: Sequence[Text]) -> str:
+    """Give a number that other texts do not have."""
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(repr((text.num_prompt, text.temperature, text.token_ids)).encode())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)

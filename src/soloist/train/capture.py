@@ -5,7 +5,6 @@ The default stores nothing: reading a text with the target costs less than a dra
 take (layers + 1) * D * 2 bytes.
 """
 
-import hashlib
 import itertools
 import json
 import math
@@ -21,7 +20,7 @@ from safetensors.torch import save_file
 from soloist.errors import CheckpointError, UsageError
 from soloist.models.causal_lm import CausalLM
 from soloist.models.memory import free_bytes
-from soloist.train.batches import Text
+from soloist.train.batches import Text, digest_of
 from soloist.train.documents import Documents, send
 from soloist.train.packed import final_norm_packed, forward_packed
 
@@ -160,11 +159,12 @@ class StateStore:
                 f" {budget_bytes / 1e9:.1f} GB: store nothing (the default), raise it, or train on fewer texts"
             )
         folder.mkdir(parents=True, exist_ok=True)
-        digest = hashlib.sha256(json.dumps([self._layers, [text.token_ids for text in texts]]).encode()).hexdigest()
-        manifest = folder / "manifest.json"
-        if manifest.is_file() and json.loads(manifest.read_text())["texts"] != digest:
-            raise CheckpointError(f"{folder} has the hidden states of other texts: delete it, or name another folder")
-        manifest.write_text(json.dumps({"texts": digest, "layers": self._layers}) + "\n")
+        manifest, own = folder / "manifest.json", {"texts": digest_of(texts), "layers": list(self._layers)}
+        if manifest.is_file() and json.loads(manifest.read_text()) != own:
+            raise CheckpointError(
+                f"{folder} has the hidden states of other texts or layers: delete it, or name another folder"
+            )
+        manifest.write_text(json.dumps(own) + "\n")
         for shard in range(-(-len(texts) // SHARD_TEXTS)):
             if not self._path(shard).is_file():
                 self._fill(shard, model)

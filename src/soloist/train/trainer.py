@@ -4,7 +4,6 @@ Everything random is a function of the seed and the step, so that a run that was
 one that is spread over processes computes the same. Parameters and optimiser are fp32, activations are not.
 """
 
-import hashlib
 import importlib
 import importlib.util
 import json
@@ -24,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from soloist.errors import CheckpointError, NumericsError, UsageError
 from soloist.models.causal_lm import CausalLM
-from soloist.train.batches import Batch, Text, choose_texts, make_batch
+from soloist.train.batches import Batch, Text, choose_texts, digest_of, make_batch
 from soloist.train.capture import States, Store, read_states
 from soloist.train.network import DraftNetwork
 from soloist.train.objective import (
@@ -109,11 +108,6 @@ def learning_rate(settings: TrainSettings, step: int) -> float:
     return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def digest_of(texts: Sequence[Text]) -> str:
-    """Give a number that other texts do not have."""
-    return hashlib.sha256(json.dumps([vars(text) for text in texts]).encode()).hexdigest()
-
-
 class Trainer:
     """Trains one draft for one target.
 
@@ -149,7 +143,7 @@ class Trainer:
             raise UsageError(f"{len(texts)} texts: one to train on and one to hold out are the least")
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(settings.seed)).tolist()
         self.held_out, self.trained = order[:num_held_out], order[num_held_out:]
-        self.texts = texts
+        self.texts, self._digest = texts, digest_of(texts)
         self.device, self.dtype = target.device, DTYPES[settings.compute_dtype]
         head = dense(target.lm_head)[: num_tokens or target.config.vocab_size]
         self.network = DraftNetwork(self.config, target.embed_tokens, settings.seed)
@@ -311,7 +305,7 @@ class Trainer:
         metadata = {
             "step": str(self.step),
             "settings": json.dumps(self.settings.to_json()),
-            "texts": digest_of(self.texts),
+            "texts": self._digest,
         }
         save_file({name: t.contiguous() for name, t in tensors.items()}, unfinished, metadata=metadata)
         unfinished.rename(self.folder / STATE_NAME)
@@ -325,7 +319,7 @@ class Trainer:
             raise CheckpointError(
                 f"{path} is of a run with other settings ({', '.join(changed)}): give the same, or another folder"
             )
-        if metadata["texts"] != digest_of(self.texts):
+        if metadata["texts"] != self._digest:
             raise CheckpointError(f"{path} is of a run on other texts: give the same, or another folder")
         tensors = load_file(path, device=str(self.device))
         with torch.no_grad():
