@@ -20,6 +20,7 @@ from soloist.kernels.mailboxes import make_mailboxes
 from soloist.models import load_model
 from soloist.models.cache import StepKind
 from soloist.models.causal_lm import CausalLM
+from soloist.models.hybrid import HybridConfig
 from soloist.runtime.runner import ModelRunner
 from soloist.sampling_params import SamplingParams
 from soloist.spec.drafter import Drafter
@@ -47,8 +48,9 @@ SHARED_SIZES: dict[str, dict] = {
         "moe_intermediate_size": 128,
     },
 }
-# Of a row of logits of several ranks against one, both in bf16; where a near-tie sends a token to another expert, more.
-MAX_ERROR = 0.05
+# Of a row of logits of several ranks against one, both in bf16, the median. Where a near-tie sends a token to another
+# expert a row differs by much, and the rows behind it too; ranks that held a wrong slice would differ by 1 and more.
+MAX_ERROR, MAX_ERROR_OF_EXPERTS = 0.05, 0.5
 
 
 def say(group: TensorParallel, *words: object) -> None:
@@ -81,14 +83,15 @@ def check_logits(alone: CausalLM, shared: CausalLM, group: TensorParallel, famil
         assert_same_bits(picked, group, f"{family}, argmax")
         top = wanted.topk(2).values
         is_other = picked != wanted.argmax(-1)
-        gap, limit = (top[:, 0] - top[:, 1])[is_other], 2 * (found - wanted).abs().amax(1)[is_other]
-        assert bool((gap <= limit).all()), f"{family}: another token than one rank's, and no near-tie: {gap}"
+        gap, room = (top[:, 0] - top[:, 1])[is_other], 2 * (found - wanted).abs().amax(1)[is_other]
+        assert bool((gap <= room).all()), f"{family}: another token than one rank's, and no near-tie: {gap}"
         num_ties += int(is_other.sum())
         for cache in caches:
             cache.commit(num_rows, kind)
         start += num_rows
     median = statistics.median(errors)
-    assert median < MAX_ERROR, f"{family}: logits differ by {median:.4f}, {errors}"
+    limit = MAX_ERROR_OF_EXPERTS if isinstance(alone.config, HybridConfig) else MAX_ERROR
+    assert median < limit, f"{family}: logits differ by {median:.4f}, {errors}"
     say(group, f"{family}: logits within {median:.4f} of one rank's (median; worst row {max(errors):.4f}),"
         f" {num_ties} near-ties of {start} tokens")  # fmt: skip
 
