@@ -213,9 +213,11 @@ def test_short_paths_and_any_model_name_are_served(say):
     assert response.status == 404 and response.json["error"]["code"] == "model_not_found"
 
 
-def test_models_tell_the_context_length(say):
+def test_models_tell_the_context_length_and_what_they_can(say, act):
     (model,) = say("a").get("/v1/models").json["data"]
-    assert model["id"] == "tiny" and model["max_model_len"] == 512 and "chat" in model["capabilities"]
+    assert model["id"] == "tiny" and model["max_model_len"] > 500
+    assert model["capabilities"] == ["completion", "chat"]
+    assert act("a").get("/v1/models").json["data"][0]["capabilities"] == ["completion", "chat", "tools", "infill"]
 
 
 def test_progress_of_the_prompt_is_reported_on_request(say):

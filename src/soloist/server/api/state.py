@@ -1,5 +1,6 @@
 """What the server is and does: models, health, readiness, properties, metrics, and forgetting what is kept."""
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -9,8 +10,10 @@ from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
 import soloist
+from soloist.errors import UsageError
 from soloist.server.failures import ModelNameError
 from soloist.server.service import Service
+from soloist.server.tool_calls import parser_class
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -77,6 +80,10 @@ def describe_model(service: Service) -> dict[str, Any]:
     capabilities = ["completion"]
     if template is not None:
         capabilities.append("chat")
+        # A template that writes calls in a form that is not read is no reason to fail here.
+        with contextlib.suppress(UsageError):
+            parser_class(template.text_for([{"type": "function"}]))
+            capabilities.append("tools")
     if tokenizer is not None and tokenizer.fim is not None:
         capabilities.append("infill")
     return {
