@@ -63,10 +63,10 @@ def noisy(serve, form_tokenizers) -> Callable[..., Client]:
 def act(serve, form_tokenizers) -> Callable[..., Client]:
     """Serve a model that says a text."""
 
-    def start(parser: type[ToolParser], text: str) -> Client:
+    def start(parser: type[ToolParser], text: str, size: int = 3) -> Client:
         tokenizer = form_tokenizers[parser]
         ids = tokenizer.encode(text, allow_special=True)
-        return serve(scripted_llm(tokenizer, [ids[i : i + 3] for i in range(0, len(ids), 3)]))
+        return serve(scripted_llm(tokenizer, [ids[i : i + size] for i in range(0, len(ids), size)]))
 
     return start
 
@@ -146,10 +146,11 @@ def test_a_draft_changes_nothing_of_a_forced_call(noisy, form_tokenizers, parser
         assert drafted == said(noisy(parser), **sampling) and drafted[0] == "tool_calls"
 
 
+@pytest.mark.parametrize("size", [1, 3, 7, 16])
 @pytest.mark.parametrize("stream", [True, False])
-def test_one_call_ends_an_answer_that_may_have_one_only(act, form_tokenizers, stream: bool):
+def test_one_call_ends_an_answer_that_may_have_one_only(act, form_tokenizers, stream: bool, size: int):
     call = ANSWERS[JsonParser]
-    client = act(JsonParser, f"Well. {call}\n{call} Done.")
+    client = act(JsonParser, f"Well. {call}\n{call} Done.", size)
     fields = {"tools": TOOLS, "parallel_tool_calls": False, "return_token_ids": True}
     body = {"messages": HI, "max_tokens": 500, "stream": stream} | fields
     response = client.post("/v1/chat/completions", body)
