@@ -152,7 +152,7 @@ def test_one_call_ends_an_answer_that_may_have_one_only(act, form_tokenizers, st
     call = ANSWERS[JsonParser]
     client = act(JsonParser, f"Well. {call}\n{call} Done.", size)
     fields = {"tools": TOOLS, "parallel_tool_calls": False, "return_token_ids": True}
-    body = {"messages": HI, "max_tokens": 500, "stream": stream} | fields
+    body = {"messages": HI, "max_tokens": 450, "stream": stream} | fields
     response = client.post("/v1/chat/completions", body)
     if stream:
         chunks = response.events[:-1]
@@ -167,7 +167,7 @@ def test_one_call_ends_an_answer_that_may_have_one_only(act, form_tokenizers, st
     # Text, ids and usage end with the call.
     tokenizer = form_tokenizers[JsonParser]
     assert ids == tokenizer.encode(f"Well. {call}", allow_special=True) and usage == len(ids)
-    plain = chat(client, tools=TOOLS, max_tokens=500)
+    plain = chat(client, tools=TOOLS, max_tokens=450)
     assert len(plain["message"]["tool_calls"]) == 2
 
 
