@@ -111,7 +111,7 @@ def test_states_kept_in_memory_train_as_computed_ones_do(tmp_path: Path):
     target = load_target(tmp_path / "target", "bailing_moe_v3")
     texts, settings = make_texts(target, 12), make_settings(num_steps=2)
     layers = settings.shape.config_for(target.config).target_layer_ids
-    assert fits_in_memory(target, texts, layers)
+    assert fits_in_memory(target, texts, layers, torch.float32)
     kept = Trainer(target, texts, settings, store=MemoryStore(texts, target, layers, torch.float32))
     computed = Trainer(target, texts, settings)
     kept.run()

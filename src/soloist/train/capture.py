@@ -77,9 +77,9 @@ def _parts(lengths: Sequence[int]) -> list[tuple[int, int]]:
     return [*parts, (first, len(lengths))]
 
 
-def bytes_per_token(model: CausalLM, layers: Sequence[int]) -> int:
-    """Bytes that the stored states of a token take."""
-    return (len(layers) + 1) * model.config.hidden_size * 2
+def bytes_per_token(model: CausalLM, layers: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> int:
+    """Bytes that the kept states of a token take; on disk they are bf16."""
+    return (len(layers) + 1) * model.config.hidden_size * dtype.itemsize
 
 
 class Store(Protocol):
@@ -89,10 +89,10 @@ class Store(Protocol):
         """Give the states of some texts, one behind the other."""
 
 
-def fits_in_memory(model: CausalLM, texts: Sequence[Text], layers: Sequence[int]) -> bool:
+def fits_in_memory(model: CausalLM, texts: Sequence[Text], layers: Sequence[int], dtype: torch.dtype) -> bool:
     """Say whether the states of all texts take less than a share of the memory that is free now."""
     free = free_bytes(model.device)
-    needed = bytes_per_token(model, layers) * sum(len(text.token_ids) for text in texts)
+    needed = bytes_per_token(model, layers, dtype) * sum(len(text.token_ids) for text in texts)
     # Where nobody knows what is free, nothing is kept.
     return not math.isinf(free) and needed < MEMORY_SHARE * free
 

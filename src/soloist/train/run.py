@@ -172,8 +172,9 @@ def _make_store(
         if dist.is_initialized() and dist.get_rank() == 0:
             dist.barrier()
         return store
-    if fits_in_memory(target, texts, layers):
-        return MemoryStore(texts, target, layers, DTYPES[settings.compute_dtype])
+    dtype = DTYPES[settings.compute_dtype]
+    if fits_in_memory(target, texts, layers, dtype):
+        return MemoryStore(texts, target, layers, dtype)
     return None
 
 
