@@ -24,10 +24,11 @@ import torch
 import torch.distributed as dist
 import triton
 
-from decode_gpu import CONTEXT_LEN, built_in, commit_id, count_distinct_experts, count_nodes, stamp_kernel
+from decode_gpu import CONTEXT_LEN, built_in, commit_id, count_distinct_experts, count_nodes
 from soloist.config import disable_multicast
 from soloist.engine import Engine
 from soloist.kernels.allreduce import TensorParallel
+from soloist.kernels.clock import stamp
 from soloist.kernels.mailboxes import make_mailboxes
 from soloist.models import load_model
 from soloist.models.bailing_moe_v3 import BailingMoeV3MTP
@@ -179,14 +180,14 @@ def time_steps(rank: Rank, name: str, width: int) -> dict[str, Any]:
         prefill_ms.append(1e3 * (time.perf_counter() - started_s))
     rank.barrier()
     experts = count_distinct_experts(rank.target, runner)
-    times = torch.zeros(2 * NUM_STEPS, dtype=torch.int64, device=rank.device)
+    times = torch.zeros(NUM_STEPS, 2, dtype=torch.int64, device=rank.device)
     counter = torch.zeros((), dtype=torch.int64, device=rank.device)
     step_of_engine = engine.make_step(plan)
 
     def step() -> None:
-        stamp_kernel[(1,)](times, counter, WHICH=0, COUNTS=False)
+        stamp(times, counter, is_end=False)
         step_of_engine()
-        stamp_kernel[(1,)](times, counter, WHICH=1, COUNTS=True)
+        stamp(times, counter, is_end=True)
 
     buffers.end()
     graph = StepGraph(step)
@@ -206,7 +207,7 @@ def time_steps(rank: Rank, name: str, width: int) -> dict[str, Any]:
             graph.replay()
         host_us.append(1e6 * (time.perf_counter() - started_s) / NUM_STEPS)
         torch.cuda.synchronize()
-        starts, ends = times.view(-1, 2).T.tolist()
+        starts, ends = times.T.tolist()
         wall_ns = ends[-1] - starts[0]
         step_ms.append(wall_ns / NUM_STEPS / 1e6)
         idle.append(1 - sum(e - s for s, e in zip(starts, ends, strict=True)) / wall_ns)
