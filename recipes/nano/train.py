@@ -22,6 +22,7 @@ import torch
 from data import MAX_LEN, Batch, Loader, make_batch, packs
 from forward import Forward, limit_tuning
 from optimizer import Optimizer
+from safetensors.torch import load_file
 from torch import Tensor
 
 from soloist.models.bailing_moe_v3 import BailingMoeV3Config, BailingMoeV3ForCausalLM, BailingMoeV3MTP
@@ -62,7 +63,7 @@ class Settings:
     run_len: int = 6
     # Steps between two lines of the log, and seconds between two checkpoints.
     log_every: int = 50
-    save_every_s: float = 120.0
+    save_every_s: float = 60.0
 
     def rate(self, progress: float) -> float:
         """Give the learning rate at a share of the time, as a share of `lr`."""
@@ -233,12 +234,29 @@ class Trainer:
         means = torch.tensor(losses).mean(0)
         return {"held_out_loss": round(float(means[0]), 4), "held_out_mtp_loss": round(float(means[1]), 4)}
 
-    def save(self, name: str) -> None:
+    def resume(self, folder: Path) -> float:
+        """Take over the weights of a checkpoint that a run left; the optimisers begin anew. Gives how far it was.
+
+        They are rounded to bf16; the steps that are lost cost more than that.
+        """
+        kept = json.loads((folder / "progress.json").read_text())
+        tensors: dict[str, Tensor] = {}
+        for file in folder.glob("*.safetensors"):
+            tensors |= load_file(file)
+        with torch.no_grad():
+            for name, tensor in self.source.stored.items():
+                tensor.copy_(tensors[name])
+        self.num_steps = kept["num_steps"]
+        return float(kept["progress"])
+
+    def save(self, name: str, progress: float) -> None:
         """Write the checkpoint beside its place, then put it there."""
         folder, scratch = self.out / name, self.out / f".{name}"
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
         self.source.save(scratch, torch.bfloat16, shard_bytes=SHARD_BYTES)
+        kept = {"progress": progress, "num_steps": self.num_steps}
+        (scratch / "progress.json").write_text(json.dumps(kept) + "\n")
         shutil.copy(self.config_json, scratch / "config.json")
         shutil.copy(self.tokenizer_json, scratch / "tokenizer.json")
         shutil.rmtree(folder, ignore_errors=True)
@@ -255,11 +273,16 @@ class Trainer:
         print(json.dumps(line), flush=True)
         print(json.dumps(line), file=self.log, flush=True)
 
-    def run(self) -> None:
-        """Train until the time is over. The clock starts behind the first step, which compiles."""
+    def run(self, progress: float = 0.0) -> None:
+        """Train until the time is over. The clock starts behind the first step, which compiles.
+
+        Args:
+            progress: share of the time that is over, of a run that is resumed.
+        """
         s = self.settings
-        self.report(0.0, self.step(0.0))
-        self.start_s = last_save = time.perf_counter()
+        self.report(progress, self.step(progress))
+        last_save = time.perf_counter()
+        self.start_s = last_save - progress * s.seconds
         polish: list[tuple[Batch, Tensor]] = []
         is_plain_saved = False
         while True:
@@ -267,7 +290,7 @@ class Trainer:
             if progress >= 1.0:
                 break
             if progress >= s.polish_start and not is_plain_saved:
-                self.save("plain")
+                self.save("plain", progress)
                 self.report(progress, {}, **self.evaluate())
                 is_plain_saved = True
             is_new = progress >= s.polish_start and not polish
@@ -279,10 +302,10 @@ class Trainer:
                     raise SystemExit(f"the loss is {float(figures['loss'])} at step {self.num_steps}")
                 self.report(progress, figures)
             if time.perf_counter() - last_save > s.save_every_s:
-                self.save("target")
+                self.save("target", progress)
                 self.report(progress, figures, **self.evaluate())
                 last_save = time.perf_counter()
-        self.save("target")
+        self.save("target", 1.0)
         self.report(1.0, {}, **self.evaluate())
         (self.out / "settings.json").write_text(json.dumps(asdict(s), indent=1) + "\n")
 
@@ -298,6 +321,7 @@ def main() -> None:
     parser.add_argument("--num-tokens", type=int, default=Settings.num_tokens, help="tokens of a step")
     parser.add_argument("--no-polish", action="store_true", help="do without unlikelihood training")
     parser.add_argument("--plain", action="store_true", help="do without fla-core's kernel")
+    parser.add_argument("--resume", type=Path, help="checkpoint of a run that was cut off, to go on from")
     parser.add_argument("--lr", type=float, default=Settings.lr)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -308,7 +332,8 @@ def main() -> None:
     settings = Settings(seconds=args.seconds, num_tokens=args.num_tokens, lr=args.lr)
     if args.no_polish:
         settings = replace(settings, polish_start=1.0)
-    Trainer(settings, args.data, args.out, torch.device(args.device), args.config, has_kernel).run()
+    trainer = Trainer(settings, args.data, args.out, torch.device(args.device), args.config, has_kernel)
+    trainer.run(0.0 if args.resume is None else trainer.resume(args.resume))
 
 
 if __name__ == "__main__":

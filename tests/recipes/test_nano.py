@@ -150,7 +150,12 @@ def test_a_few_steps_lower_the_loss_and_the_checkpoint_is_read_back(config, tmp_
     for _ in range(8):
         figures = trainer.step(0.3, polish[0])
     assert 0 <= float(figures["unlikelihood"]) < before
-    trainer.save("target")
+    trainer.save("target", 0.4)
+    resumed = train.Trainer(settings, tmp_path, tmp_path, torch.device("cpu"), config)
+    assert resumed.resume(tmp_path / "target") == 0.4 and resumed.num_steps == trainer.num_steps
+    for name, tensor in trainer.parameters.items():
+        torch.testing.assert_close(resumed.parameters[name], tensor, rtol=0.01, atol=1e-6)
+    torch.testing.assert_close(resumed.expert_biases, trainer.expert_biases, rtol=0, atol=0)
     model = load_model(tmp_path / "target", dtype=torch.float32, weights_dtype="fp32")
     ours = trainer.forward.model.feed_forwards[1].gate_up
     torch.testing.assert_close(model.feed_forwards[1].gate_up, ours.detach().bfloat16().float(), rtol=0, atol=0)
