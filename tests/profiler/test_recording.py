@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from soloist.errors import UsageError
-from soloist.profiler import watch
+from soloist.profiler import recording, watch
+from soloist.profiler.kineto import parse_trace, to_chrome
+from tests.profiler.decoding import decode, trace_of
 
 
 def test_a_block_without_a_gpu_has_no_analysis_but_its_marks():
@@ -34,3 +36,23 @@ def test_results_are_there_when_the_block_has_ended():
 def test_too_few_steps_are_refused():
     with pytest.raises(UsageError, match="num_steps is 3"):
         watch(num_steps=3)
+
+
+def test_what_recording_adds_to_a_launch_is_noted_and_kept(monkeypatch: pytest.MonkeyPatch):
+    times_us = iter([5.0, 12.0])
+    monkeypatch.setattr(recording, "_launch_us", lambda: next(times_us))
+    capture = recording.Capture()
+    capture.start()
+    trace = capture.stop("a program")
+    assert trace.launch_overhead_us == 7.0
+    assert parse_trace(to_chrome(trace), "again").launch_overhead_us == 7.0
+
+
+def test_calls_before_a_moment_are_dropped_with_the_work_they_started():
+    trace = trace_of(decode())
+    middle_us = trace.calls[len(trace.calls) // 2].start_us
+    before = {call.correlation for call in trace.calls if call.start_us < middle_us}
+    num_works = len(trace.works)
+    trace.drop_before(middle_us)
+    assert trace.calls[0].start_us == middle_us
+    assert 0 < len(trace.works) < num_works and not before & {work.correlation for work in trace.works}
