@@ -21,7 +21,7 @@ if nvidia-smi -L; then
     done
     rm -rf "$W/smoke"; say "passed with '$FLAGS'"
 fi
-[ -f "$W/train/target/progress.json" ] && cp -r "$W/train/target" "$W/resumed" && FLAGS="$FLAGS --resume $W/resumed"
+[ -f "$W/train/target/progress.json" ] && rm -rf "$W/resumed" && cp -r "$W/train/target" "$W/resumed" && FLAGS="$FLAGS --resume $W/resumed"
 [ -f "$W/train/settings.json" ] || "$PY" $HERE/train.py --data "$D" --out "$W/train" --seconds "$T" $FLAGS
 say "target: exit code $?"
 [ -d "$W/train/target" ] || { touch "$W/DONE"; exit 1; }

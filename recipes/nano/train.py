@@ -284,7 +284,7 @@ class Trainer:
         last_save = time.perf_counter()
         self.start_s = last_save - progress * s.seconds
         polish: list[tuple[Batch, Tensor]] = []
-        is_plain_saved = False
+        is_plain_saved = progress > s.polish_start
         while True:
             progress = (time.perf_counter() - self.start_s) / s.seconds
             if progress >= 1.0:
