@@ -14,6 +14,7 @@ import itertools
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -75,9 +76,8 @@ class Ranks:
         """
 
 
-def _join(rank: int, size: int, meeting: str, device: torch.device) -> TensorParallel:
+def _join(rank: int, size: int, method: str, device: torch.device) -> TensorParallel:
     """Join the other ranks; the mailboxes of GPUs come with the size of the model's rows, see `connect_gpus`."""
-    method = f"file://{meeting}/ranks"
     if device.type == "cuda":
         disable_multicast()
         torch.cuda.set_device(device)
@@ -246,20 +246,22 @@ class Leader(Ranks):
                 " one first"
             )
         self._others = others = _Others(size, program)
-        # Where ranks meet; a folder of this machine, so that no port is open.
+        # Where ranks of a CPU meet; a folder of this machine, so that no port is open.
         self._meeting = tempfile.TemporaryDirectory(prefix="soloist-ranks-")
         # Also where this object is only forgotten, and at this process's end.
         self._end = weakref.finalize(self, others.close)
-        self._leave = weakref.finalize(self, _leave)
+        self._leave = weakref.finalize(self, _leave, others)
         # NCCL may wait for ranks that are gone, and the driver ends with the process.
         self._leave.atexit = device.type != "cuda"
         try:
             for rank in range(1, size):
                 others.receive(rank)
+            # NCCL's threads look at the store until the process ends, when a folder may be gone already.
+            method = _free_address() if device.type == "cuda" else f"file://{self._meeting.name}/ranks"
             for rank in range(1, size):
-                others.send(rank, (rank, size, self._meeting.name, device, arguments))
+                others.send(rank, (rank, size, method, device, arguments))
             others.busy.set()
-            self.group = _join(0, size, self._meeting.name, rank_device(device, 0))
+            self.group = _join(0, size, method, rank_device(device, 0))
         except BaseException:
             self.close()
             raise
@@ -330,14 +332,25 @@ class Leader(Ranks):
     def close(self) -> None:
         """End the other ranks; the engine cannot be used any more."""
         self._others.busy.clear()
+        if self._others.lost and self.group.mailboxes is not None:
+            # NCCL may wait for a rank that is gone.
+            self._leave.detach()
         self._others.lost = self._others.lost or "the ranks of this model were ended; load it again"
-        self._end()
         self._leave()
+        self._end()
         self._meeting.cleanup()
 
 
-def _leave() -> None:
+def _free_address() -> str:
+    """Choose where ranks of GPUs meet: a port that is free now, of this machine only."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{free.getsockname()[1]}"
+
+
+def _leave(others: _Others) -> None:
     """Forget the ranks, so that others can be started."""
+    others.closing.set()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -352,9 +365,9 @@ class Follower(Ranks):
         os.dup2(2, 1)
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
         self.say("started")
-        rank, size, meeting, device, self.arguments = self._receive()
+        rank, size, method, device, self.arguments = self._receive()
         self.device = rank_device(device, rank)
-        self.group = _join(rank, size, meeting, self.device)
+        self.group = _join(rank, size, method, self.device)
 
     def say(self, message: object) -> None:
         """Answer rank 0: what was loaded, or the error that kept it from being."""
