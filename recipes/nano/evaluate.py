@@ -160,6 +160,11 @@ def main() -> None:
     device = torch.device(args.device)
     with gzip.open(args.data / "held_out.jsonl.gz", "rt") as file:
         documents = [json.loads(line) for line in file]
+    tokenizer = Tokenizer.load(args.model)
+    prompts = make_prompts(documents, NUM_PROMPTS, tokenizer.encode)
+    if len(prompts) < NUM_PROMPTS:
+        raise SystemExit(f"the held-out files give {len(prompts)} prompts, not {NUM_PROMPTS}")
+    write_prompts(prompts, args.out.with_name("prompts.jsonl"))
     held_out = np.load(args.data / "held_out.npy")
     config = json.loads((args.model / "config.json").read_text())
     num_bytes = sum(len(text.encode()) for text in texts(args.data / "held_out.jsonl.gz"))
@@ -176,10 +181,6 @@ def main() -> None:
         result["bits_per_byte_gzip_whole"] = round(8 * len(gzip.compress(b"".join(raw), 9)) / num_bytes, 4)
         nats = ngram_nats(np.load(args.data / "train.npy"), held_out, config["vocab_size"])
         result[f"bits_per_byte_{NGRAM_ORDER}_gram"] = round(nats / math.log(2) / num_bytes, 4)
-    tokenizer = Tokenizer.load(args.model)
-    prompts = make_prompts(documents, NUM_PROMPTS, tokenizer.encode)
-    if len(prompts) < NUM_PROMPTS:
-        raise SystemExit(f"the held-out files give {len(prompts)} prompts, not {NUM_PROMPTS}")
     completions = complete(LLM(args.model, device=device), prompts)
     shares = [c["distinct_4_grams"] for c in completions]
     result |= {
@@ -191,7 +192,6 @@ def main() -> None:
         "evaluation_s": round(time.perf_counter() - start, 1),
     }
     args.out.write_text(json.dumps(result | {"by_prompt": completions}, indent=1) + "\n")
-    write_prompts(prompts, args.out.with_name("prompts.jsonl"))
     print(json.dumps(result))
 
 

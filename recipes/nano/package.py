@@ -55,7 +55,8 @@ def main() -> None:
     }
     results.mkdir(parents=True, exist_ok=True)
     (results / "nano-target.json").write_text(json.dumps(head | found, indent=1) + "\n")
-    drafters = [json.loads(file.read_text()) for file in sorted(args.run.glob("eval-*.json"))]
+    # A measurement that failed leaves an empty file.
+    drafters = [json.loads(text) for file in sorted(args.run.glob("eval-*.json")) if (text := file.read_text())]
     (results / "nano-drafts.json").write_text(
         json.dumps(head | {"case": "nano-drafts", "drafters": drafters}, indent=1) + "\n"
     )

@@ -9,11 +9,11 @@ mkdir -p "$W"; exec >> "$W/run.log" 2>&1; rm -f "$W/DONE"
 export PYTHONPATH=$PWD/src:$PYTHONPATH PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore
 PY=${PYTHON:-python3}; HERE=recipes/nano
 say() { echo "[$(date +%T)] $*"; }
-soloist() { timeout 150 "$PY" -c "import sys; from soloist.cli import main; sys.exit(main(sys.argv[1:]))" "$@"; }
+soloist() { timeout $LIMIT "$PY" -c "import sys; from soloist.cli import main; sys.exit(main(sys.argv[1:]))" "$@"; }
 say "start: target $T s, drafts $S s each"
-DEVICE=cpu; FLAGS="--device cpu --num-tokens 512 --no-polish"
+DEVICE=cpu; LIMIT=3600; FLAGS="--device cpu --num-tokens 512 --no-polish"
 if nvidia-smi -L; then
-    DEVICE=cuda
+    DEVICE=cuda; LIMIT=150
     # Everything once, the last part included: what it compiles is kept, and what fails is done without.
     for FLAGS in "" "--plain" "--no-polish" "--plain --no-polish"; do
         timeout 240 "$PY" $HERE/train.py --data "$D" --out "$W/smoke" --seconds 5 $FLAGS && break
@@ -26,7 +26,7 @@ fi
 say "target: exit code $?"
 [ -d "$W/train/target" ] || { touch "$W/DONE"; exit 1; }
 for name in target plain; do
-    [ -d "$W/train/$name" ] && timeout 150 "$PY" $HERE/evaluate.py --model "$W/train/$name" --data "$D" \
+    [ -d "$W/train/$name" ] && timeout $LIMIT "$PY" $HERE/evaluate.py --model "$W/train/$name" --data "$D" \
         --out "$W/evaluation-$name.json" --skip-baselines --device $DEVICE &
 done; wait
 # Each goal counts up to where it is met; of equals the one that does not loop.
