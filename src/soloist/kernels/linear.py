@@ -23,6 +23,9 @@ if HAS_TRITON:
 MIN_OUTPUTS_OF_WIDE_MAPS = 65536
 MAX_ROWS_OF_WIDE_MAPS = 2
 
+# A step of Qwen2.5-1.5B with the gated map on tensor cores: 1.344 against 1.367 ms for 4 rows, but 1.82 against 1.73 for 9.
+MAX_ROWS_OF_LARGE_GATED_MAPS = 8
+
 PackedKind = Literal["int4", "int8", "fp16"]
 # Inputs that share one scale and one zero in an int4 weight.
 INT4_GROUP = 32
@@ -381,7 +384,7 @@ def norm_swiglu(
     Source: Shazeer 2020 (arXiv 2002.05202), equation 6; the limit as Ling-3.0 was trained with.
     """
     if not use_reference(x) and isinstance(gate_up, torch.Tensor) and is_step_map(x, gate_up):
-        if linear_cuda.can_run(x, gate_up):
+        if linear_cuda.can_run(x, gate_up) and x.shape[0] <= MAX_ROWS_OF_LARGE_GATED_MAPS:
             return linear_cuda.run(x, norm_weight, eps, gate_up, has_gate=True, limit=limit)
         settings = linear_triton.settings_for(*gate_up.shape, has_gate=True)
         return linear_triton.swiglu_step(x, norm_weight, eps, gate_up, limit, settings)
