@@ -115,11 +115,30 @@ def test_white_space_is_bounded(serve, tokenizer):
         {"type": "object", "properties": {"a": {"$ref": "#/none"}}},
         {"not": {"type": "string"}},
         {"type": "array", "uniqueItems": True},
+        {"$ref": "#"},
     ],
 )
 def test_a_schema_that_cannot_be_followed_is_refused(serve, tokenizer, schema: dict):
     response = serve(noisy_llm(tokenizer)).post("/v1/chat/completions", ASK | form(schema))
     assert response.status == 400 and "schema" in response.json["error"]["message"]
+
+
+def test_an_answer_does_not_end_in_a_dead_end_of_its_schema(serve, tokenizer):
+    # Behind `{"a":` nothing is possible; the library would let the answer end there.
+    schema = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/loop"}},
+        "required": ["a"],
+        "$defs": {"loop": {"$ref": "#/$defs/loop"}},
+    }
+    response = serve(noisy_llm(tokenizer)).post("/v1/chat/completions", ASK | form(schema))
+    assert response.status >= 400 and "the answer is not complete" in response.json["error"]["message"]
+
+
+def test_a_damaged_pattern_is_explained(serve, tokenizer):
+    schema = {"type": "string", "pattern": "(a+"}
+    response = serve(noisy_llm(tokenizer)).post("/v1/chat/completions", ASK | form(schema))
+    assert "unclosed group" in response.json["error"]["message"]
 
 
 def test_parameters_that_would_break_the_form_are_refused(serve, tokenizer):

@@ -52,7 +52,7 @@ class Grammars:
         try:
             grammar = self._library.LLMatcher.grammar_from_json_schema(schema, overrides=options)
         except ValueError as error:
-            raise UsageError(f"response_format: the schema is not valid: {_first_line(error)}") from None
+            raise UsageError(f"response_format: the schema is not valid: {_in_one_line(error)}") from None
         return GrammarConstraint(self, self._matcher(grammar, "response_format"), opens_reasoning=opens_reasoning)
 
     def call_constraint(self, grammar: str, to_the_letter: str | None, *, opens_reasoning: bool) -> "GrammarConstraint":
@@ -75,7 +75,9 @@ class Grammars:
     def _matcher(self, grammar: str, field: str, *, may_warn: bool = False) -> Any:
         matcher = self._library.LLMatcher(self._vocabulary, grammar, log_level=0)
         if matcher.is_error():
-            raise UsageError(f"{field}: the schema cannot be followed: {_first_line(matcher.get_error())}")
+            raise UsageError(f"{field}: the schema cannot be followed: {_in_one_line(matcher.get_error())}")
+        if not _leads_on(matcher.deep_copy()):
+            raise UsageError(f"{field}: the schema cannot be followed: no JSON text fits it")
         if (warnings := matcher.get_grammar_warnings()) and not may_warn:
             raise UsageError(f"{field}: the schema cannot be followed to the letter: {warnings[0]}")
         return matcher
@@ -155,12 +157,15 @@ class GrammarConstraint:
         # The answer ends with an end token, which a complete grammar does not take.
         inner = token_ids[:-1] if token_ids and token_ids[-1] in self._ends else token_ids
         if inner and not self._matcher.consume_tokens(inner):
-            raise GrammarError(f"the answer left its grammar: {_first_line(self._matcher.get_error())}")
+            raise GrammarError(f"the answer left its grammar: {_in_one_line(self._matcher.get_error())}")
 
     def _mask(self) -> torch.Tensor:
         if self._matcher.is_error():
-            raise GrammarError(f"the grammar cannot go on: {_first_line(self._matcher.get_error())}")
+            raise GrammarError(f"the grammar cannot go on: {_in_one_line(self._matcher.get_error())}")
         mask = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+        if self._matcher.is_error():
+            # The library would let an answer end in a dead end; one that is cut short is not of its form.
+            raise GrammarError("the grammar allows no token here, and the answer is not complete")
         bits = (mask[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1  # (N/8, 8)
         allowed = bits.reshape(-1)[: self._grammars.num_tokens].bool()  # (N)
         if not allowed.any():
@@ -199,5 +204,11 @@ class _ReasoningEnd:
         return len(draft_tokens)
 
 
-def _first_line(error: object) -> str:
-    return str(error).strip().partition("\n")[0][:300]
+def _leads_on(matcher: Any) -> bool:
+    matcher.compute_bitmask()
+    return not matcher.is_error()
+
+
+def _in_one_line(error: object) -> str:
+    """Give an error of the library without the dump of its state behind it."""
+    return " ".join(str(error).partition("<state>")[0].split())[:300]
