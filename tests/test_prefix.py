@@ -162,6 +162,7 @@ def test_a_store_forgets_on_request_and_counts(models):
     assert (counts.num_lookups, counts.num_lookup_tokens, counts.num_reused_tokens) == (2, 80, 39)
     engine.prefixes.clear()
     assert ask(engine, ids_of(40, 1))[1].reuse.reason == "no conversation is kept yet"
+    assert ask(engine, ids_of(1, 1))[1].reuse.reason.startswith("the prompt is one token")
 
 
 class Counting(Drafter):

@@ -294,6 +294,8 @@ def _usable(num_common: int, num_held: int, can_cut: bool) -> int:
 
 
 def _reason(num_reused: int, num_common: int, num_nearest: int, num_wanted: int, is_any: bool) -> str:
+    if num_wanted == 0:
+        return "the prompt is one token, and the last one is always read"
     if num_reused == num_wanted:
         return "all of the prompt was kept"
     if not is_any:

@@ -78,6 +78,20 @@ def test_a_body_that_is_no_request_is_refused(say, body: bytes):
         error(client, path, body)
 
 
+def test_a_body_that_is_not_announced_as_json_says_so(say):
+    client = say("a")
+    for kind in ("application/x-www-form-urlencoded", "text/plain"):
+        response = client.post("/v1/chat/completions", ASK, content_type=kind)
+        assert response.status == 400 and "Content-Type: application/json" in response.json["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["n_predict", "max_tokens"])
+def test_only_minus_one_means_no_limit(say, name: str):
+    client = say("a")
+    assert client.post("/completion", {"prompt": "x", name: -1}).status == 200
+    assert error(client, "/completion", {"prompt": "x", name: -5})["param"] == name
+
+
 def test_malformed_bodies_leave_the_server_alive(say):
     client = say("a")
     chance = random.Random(1)

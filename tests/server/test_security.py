@@ -24,6 +24,13 @@ def test_the_network_is_not_served_without_a_key():
         ServerSettings(api_key="schlüssel")
 
 
+@pytest.mark.parametrize("origin", ["*", "my.app", "https://", "https://my.app/", "https://My.app", "https://my.app/x"])
+def test_an_origin_that_no_browser_sends_is_refused(origin: str):
+    ServerSettings(cors_origins=("https://my.app", "http://10.0.0.5:3000", "vscode-webview://abc"))
+    with pytest.raises(UsageError, match="is none that a browser sends"):
+        ServerSettings(cors_origins=(origin,))
+
+
 def test_the_key_covers_every_route_but_health(say):
     client = say("a", api_key="secret")
     paths = [(method, path) for path, methods in client.app.api.openapi()["paths"].items() for method in methods]

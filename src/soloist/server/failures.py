@@ -135,6 +135,10 @@ def _validation_failure(problems: Sequence[Any]) -> Failure:
         param = ".".join([*([field] if field else []), problem["ctx"]["name"]])
         return Failure(status=400, message=f"{param}: {problem['msg']}", code="unknown_field", param=param)
     given = problem.get("input")
+    if isinstance(given, bytes):
+        # The framework leaves a body alone that is not announced as JSON.
+        message = "the body was not announced as JSON: send the header Content-Type: application/json"
+        return Failure(status=400, message=message, code="content_type")
     shown = "" if isinstance(given, dict | list) or problem["type"] == "missing" else f" (given: {_short(given)})"
     message = f"{field or 'the body'}: {problem['msg']}{shown}"
     return Failure(status=400, message=message, code="invalid_value", param=field or None)

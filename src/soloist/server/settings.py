@@ -1,6 +1,7 @@
 """How a server behaves. Owns the checks of its options; reads no environment."""
 
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from soloist.errors import UsageError
 from soloist.sampling_params import SamplingParams
@@ -55,6 +56,13 @@ class ServerSettings:
             )
         if self.api_key is not None and not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
             raise UsageError("the API key is empty or holds characters that no header can carry")
+        for origin in self.cors_origins:
+            parts = urlsplit(origin)
+            if not parts.hostname or origin != f"{parts.scheme}://{parts.netloc}".lower():
+                raise UsageError(
+                    f"the origin {origin!r} is none that a browser sends; allowed: scheme://name or scheme://name:port,"
+                    " in lower case, without a path"
+                )
         if self.max_body_bytes < 1 or self.max_waiting < 0 or self.keep_alive_s <= 0 or self.stuck_after_s <= 0:
             raise UsageError("max_body_bytes, keep_alive_s and stuck_after_s are above 0, max_waiting at least 0")
 

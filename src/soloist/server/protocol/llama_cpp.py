@@ -12,8 +12,10 @@ class NativeFields(SamplingFields):
     """What `/infill` and `/completion` share."""
 
     model: str | None = None
-    n_predict: int | None = Field(default=None, description="-1: what the context holds; 0: only read the prompt.")
-    max_tokens: int | None = None
+    n_predict: int | None = Field(
+        default=None, ge=-1, description="-1: what the context holds; 0: only read the prompt."
+    )
+    max_tokens: int | None = Field(default=None, ge=-1)
     repeat_penalty: float | None = None
     stream: bool | None = None
     return_tokens: bool | None = None
