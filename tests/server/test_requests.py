@@ -42,6 +42,8 @@ def test_an_unknown_field_is_named_with_the_nearest_known(say):
         ({"messages": [{"role": "robot", "content": "x"}]}, "role is 'robot'"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "only text parts"),
         ({"logit_bias": {"900000": 1}}, "no token 900000"),
+        ({"logit_bias": {"x": 1}}, "logit_bias.x: "),
+        ({"stop": 5}, "stop: "),
         ({"tool_choice": "required", "tools": []}, "there are no tools"),
         ({"response_format": {"type": "json_schema"}}, "json_schema is missing"),
         ({"chat_template_kwargs": {"nonsense": 1}}, "no variable 'nonsense'"),

@@ -128,7 +128,9 @@ def _validation_failure(problems: Sequence[Any]) -> Failure:
     """Put the first thing that a schema refused into words."""
     problem = problems[0]
     where = [str(part) for part in problem["loc"] if part != "body"]
-    field = ".".join(part for part in where if not part.startswith(("function-", "list[", "tagged-")))
+    # Names that the schema library gives to the members of a union, or to a key, are no part of the request.
+    named = [part for part in where if not part.startswith(("function-", "list[", "tagged-"))]
+    field = ".".join(part for part in named if part not in ("str", "[key]"))
     if problem["type"] == "json_invalid":
         return Failure(status=400, message=f"the body is not JSON: {problem['ctx'].get('error', 'damaged')}")
     if problem["type"] == "unknown_field":
