@@ -82,6 +82,12 @@ def test_a_request_is_written_down_as_it_was_asked_for():
         assert SamplingPlan.of(SamplingParams(temperature=0.5, **cut)).has_filters
 
 
+def test_a_least_length_beyond_any_answer_is_the_longest_answer():
+    buffers = StepBuffers.allocate(max_width=4, num_tokens=N)
+    begin(buffers, [1], max_tokens=7, min_tokens=2**40)
+    assert int(buffers.num_unstoppable) == 7
+
+
 def test_a_filter_that_keeps_all_is_the_vocabularys_size():
     buffers = StepBuffers.allocate(max_width=1, num_tokens=N)
     begin(buffers, [1])

@@ -194,7 +194,8 @@ class StepBuffers:
         self.input_ids[0] = prompt_ids[-1]
         self.width.fill_(min(self.max_width, max_tokens))
         self.num_left.fill_(max_tokens)
-        self.num_unstoppable.fill_(params.min_tokens)
+        # No answer is longer; more than fits a word may be asked for where nothing bounds the answer but the context.
+        self.num_unstoppable.fill_(min(params.min_tokens, max_tokens))
         self.finish_code.fill_(FinishCode.RUNNING)
         self.is_stop_requested.fill_(False)
         self.seed.fill_(seed)
