@@ -48,10 +48,10 @@ def main() -> None:
         last = time.perf_counter()
         if run:
             runs.append({"ttft_ms": (first - start) * 1e3, "tpot_ms": (last - first) * 1e3 / (num_new - 1)})
-    piece = ctypes.create_string_buffer(256)
-    text = b"".join(
-        piece.raw[: max(0, llama_cpp.llama_token_to_piece(vocab, token, piece, len(piece), 0, False))] for token in ids
-    )
+    piece, text = ctypes.create_string_buffer(256), b""
+    for token in ids:
+        num_bytes = llama_cpp.llama_token_to_piece(vocab, token, piece, len(piece), 0, False)
+        text += piece.raw[: max(0, num_bytes)]
     print(
         json.dumps(
             {
