@@ -65,6 +65,8 @@ class Case:
     config: dict[str, Any]
     widths: tuple[int, ...]
     weights: str = "random"
+    # Tokens in the cache; of several, all are measured and the last one is the case's.
+    context_lens: tuple[int, ...] = (CONTEXT_LEN,)
 
 
 def built_in(name: str) -> dict[str, Any]:
@@ -89,6 +91,7 @@ def cases() -> dict[str, Case]:
         "qwen2-1.5b-nodraft": Case(config=built_in("qwen2.5-coder-1.5b-instruct"), widths=(1, *VERIFY_WIDTHS)),
         "ling3-tiny-nodraft": Case(config=tiny, widths=(1,)),
         "ling3-tiny-verify": Case(config=tiny, widths=VERIFY_WIDTHS),
+        "ling3-tiny-long": Case(config=tiny, widths=(1,), context_lens=(CONTEXT_LEN, 65536)),
         "ling3-flash-shard2-nodraft": Case(config=shard(flash, 2), widths=(1,), weights="shard"),
         "ling3-flash-shard2-verify": Case(config=shard(flash, 2), widths=VERIFY_WIDTHS, weights="shard"),
     }
@@ -119,10 +122,12 @@ def count_distinct_experts(model: CausalLM, runner: ModelRunner) -> float | None
 
 
 @torch.inference_mode()
-def time_width(model: CausalLM, width: int, execution: Execution, bandwidth: float) -> dict[str, Any]:
+def time_width(
+    model: CausalLM, width: int, execution: Execution, bandwidth: float, context_len: int = CONTEXT_LEN
+) -> dict[str, Any]:
     """Time steps of one width behind a filled context."""
     drafter = RandomRows(width, model.config.vocab_size, torch.device("cuda"))
-    runner = ModelRunner(model, max_context_len=CONTEXT_LEN + 4096, max_width=width)
+    runner = ModelRunner(model, max_context_len=context_len + 4096, max_width=width)
     engine = Engine(runner, drafter, execution=execution)
     buffers = runner.buffers
     plan = SamplingPlan.of(SamplingParams())
@@ -137,7 +142,7 @@ def time_width(model: CausalLM, width: int, execution: Execution, bandwidth: flo
 
     buffers.end()
     graph = StepGraph(step)
-    prompt = torch.randint(model.config.vocab_size, (CONTEXT_LEN,), device="cuda")
+    prompt = torch.randint(model.config.vocab_size, (context_len,), device="cuda")
     prefill_ms = []
     for _ in range(2):
         runner.cache.reset()
@@ -149,7 +154,7 @@ def time_width(model: CausalLM, width: int, execution: Execution, bandwidth: flo
     experts = count_distinct_experts(model, runner)
     step_ms, host_us, idle, committed = [], [], [], 0
     for _ in range(REPEATS):
-        runner.cache.context_len.fill_(CONTEXT_LEN)
+        runner.cache.context_len.fill_(context_len)
         engine.ring.reset()
         buffers.begin([1], SamplingParams(), seed=0, max_tokens=16 * NUM_STEPS, stop_ids=[])
         counter.zero_()
@@ -167,13 +172,14 @@ def time_width(model: CausalLM, width: int, execution: Execution, bandwidth: flo
         wall_ns = ends[-1] - starts[0]
         step_ms.append(wall_ns / NUM_STEPS / 1e6)
         idle.append(1 - sum(e - s for s, e in zip(starts, ends, strict=True)) / wall_ns)
-        committed += int(runner.cache.context_len) - CONTEXT_LEN
+        committed += int(runner.cache.context_len) - context_len
     assert committed >= REPEATS * NUM_STEPS, "steps committed nothing"
     num_nodes, num_programmatic = count_nodes(graph.raw_graph)
-    floor_ms = model.footprint.step_floor_ms(width, CONTEXT_LEN, bandwidth_gb_per_s=bandwidth, distinct_experts=experts)
+    floor_ms = model.footprint.step_floor_ms(width, context_len, bandwidth_gb_per_s=bandwidth, distinct_experts=experts)
     median = statistics.median(step_ms)
     return {
         "width": width,
+        "context_len": context_len,
         "step_ms_median": round(median, 4),
         "step_ms_spread": round(max(step_ms) - min(step_ms), 4),
         "floor_step_ms": round(floor_ms, 4),
@@ -189,10 +195,10 @@ def time_width(model: CausalLM, width: int, execution: Execution, bandwidth: flo
 
 
 @torch.inference_mode()
-def time_answer(model: CausalLM, execution: Execution) -> dict[str, float]:
+def time_answer(model: CausalLM, execution: Execution, context_len: int = CONTEXT_LEN) -> dict[str, float]:
     """Read a prompt and decode 512 tokens through the engine, tokens drained from the ring: TTFT and TPOT."""
-    engine = Engine(ModelRunner(model, max_context_len=CONTEXT_LEN + 1024), execution=execution)
-    prompt = torch.randint(model.config.vocab_size, (CONTEXT_LEN,)).tolist()
+    engine = Engine(ModelRunner(model, max_context_len=context_len + 1024), execution=execution)
+    prompt = torch.randint(model.config.vocab_size, (context_len,)).tolist()
     params = SamplingParams(max_tokens=512, ignore_eos=True)
     tpot, ttft = [], []
     for _ in range(REPEATS):
@@ -242,9 +248,9 @@ def main() -> None:
         torch.cuda.synchronize()
         print(f"{names}: loaded in {time.perf_counter() - started_s:.1f} s", flush=True)
         for name in names:
-            rows = []
-            for width in known[name].widths:
-                rows.append(time_width(model, width, execution, bandwidth))
+            rows, context_lens = [], known[name].context_lens
+            for context_len, width in itertools.product(context_lens, known[name].widths):
+                rows.append(time_width(model, width, execution, bandwidth, context_len))
                 print(name, json.dumps(rows[-1]), flush=True)
             result: dict[str, Any] = {
                 "case": name,
@@ -258,7 +264,7 @@ def main() -> None:
                 "weights": known[name].weights,
                 "tensor_parallel_size": 1,
                 "dtype": "bfloat16",
-                "context_len": CONTEXT_LEN,
+                "context_len": context_lens[-1],
                 "bandwidth_gb_per_s": round(bandwidth),
                 "step_ms_by_width": {row["width"]: row["step_ms_median"] for row in rows},
                 "floor_step_ms_by_width": {row["width"]: row["floor_step_ms"] for row in rows},
@@ -266,7 +272,10 @@ def main() -> None:
                 "rows": rows,
             }
             if rows[0]["width"] == 1:
-                result |= time_answer(model, execution)
+                answers = {context_len: time_answer(model, execution, context_len) for context_len in context_lens}
+                result |= answers[context_lens[-1]]
+                if len(answers) > 1:
+                    result["tpot_ms_by_context_len"] = {n: answer["tpot_ms_median"] for n, answer in answers.items()}
                 print(name, {key: result[key] for key in ("tpot_ms_median", "ttft_s")}, flush=True)
             (arguments.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
         del model
