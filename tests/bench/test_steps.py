@@ -1,6 +1,7 @@
 """Steps by the GPU's clock: what is counted, what is left out, and gaps in a trace made by hand."""
 
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(steps, "stamp", stamp)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
     monkeypatch.setattr(steps, "_trace", lambda meter: (0.25, 42))
 
 
@@ -62,6 +64,25 @@ def test_tokens_of_a_step_are_counted_from_its_records():
     assert figures.mean_width == 4
     assert figures.acceptance_length == pytest.approx(2.0, abs=0.2)
     assert figures.tpot_ms == pytest.approx(8 / figures.acceptance_length)
+
+
+@pytest.mark.usefixtures("_clock")
+def test_blocking_reads_are_counted_by_what_pytorch_warns_of(monkeypatch: pytest.MonkeyPatch):
+    modes = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    engine = make_engine(0)
+    forward = engine.runner.forward
+
+    def forward_and_read(num_rows: int) -> torch.Tensor:
+        for _ in range(3 * (modes[-1:] == ["warn"])):
+            warnings.warn("called a synchronizing CUDA operation (Triggered internally at x.cpp:1.)", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+        return forward(num_rows)
+
+    engine.runner.forward = forward_and_read
+    # Beside the three, the host waits for each step.
+    assert measure_steps(engine, context_len=20, repeats=2).syncs_per_step == 4
+    assert modes == ["warn", "default"] * 2
 
 
 @pytest.mark.usefixtures("_clock")

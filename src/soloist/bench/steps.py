@@ -8,7 +8,9 @@ done and thrown away, and drafts are kept by lot where acceptance is simulated.
 import itertools
 import statistics
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -57,8 +59,8 @@ class StepFigures:
     gap_share: float | None
     # Processor time of the host's loop, enqueuing and taking records.
     host_us_per_step: float
-    # Waits of the host for a step that is not followed by another yet.
-    syncs_per_step: int
+    # Blocking reads that PyTorch saw, and waits of the host for a step that is not followed by another yet.
+    syncs_per_step: float
 
 
 class SpreadRows(Drafter):
@@ -97,6 +99,19 @@ class SpreadRows(Drafter):
         self, buffers: StepBuffers, verdict: Verdict, hidden: torch.Tensor, captured: torch.Tensor | None
     ) -> None:
         self._drafter.update(buffers, verdict, hidden, captured)
+
+
+@contextmanager
+def counting_waits() -> Iterator[list[warnings.WarningMessage]]:
+    """Collect a warning for each call inside the block in which PyTorch makes the host wait for the GPU."""
+    with warnings.catch_warnings(record=True) as waits:
+        warnings.filterwarnings("ignore")
+        warnings.filterwarnings("always", message=".*synchronizing CUDA operation")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def has_room(engine: Engine, context_len: int) -> bool:
@@ -158,18 +173,20 @@ class StepMeter:
         queue = engine.queue(self._launch, num_top=None, is_captured=engine.execution.is_captured)
         records: list[StepRecord] = []
         num_tokens, started_s, started_cpu_s = 0, time.perf_counter(), 0.0
-        while len(records) < most_steps and num_tokens < _TOKENS + _SKIPPED_STEPS * buffers.max_width:
-            if time.perf_counter() - started_s > _SECONDS and len(records) >= _FEWEST_STEPS:
-                break
-            if len(records) == _SKIPPED_STEPS:
-                started_cpu_s = time.thread_time()
-            records.append(queue.next())
-            num_tokens += len(records[-1].token_ids)
-        cpu_s = time.thread_time() - started_cpu_s
+        with counting_waits() as waits:
+            while len(records) < most_steps and num_tokens < _TOKENS + _SKIPPED_STEPS * buffers.max_width:
+                if time.perf_counter() - started_s > _SECONDS and len(records) >= _FEWEST_STEPS:
+                    break
+                if len(records) == _SKIPPED_STEPS:
+                    started_cpu_s = time.thread_time()
+                records.append(queue.next())
+                num_tokens += len(records[-1].token_ids)
+            cpu_s = time.thread_time() - started_cpu_s
         buffers.is_stop_requested.fill_(True)
         queue.drain()
         torch.cuda.synchronize()
-        return Run(records=records, times_ns=self.times[: len(records)].tolist(), cpu_s=cpu_s)
+        times_ns = self.times[: len(records)].tolist()
+        return Run(records=records, times_ns=times_ns, cpu_s=cpu_s, num_waits=len(waits))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +198,8 @@ class Run:
     times_ns: list[tuple[int, int]]
     # Processor time of the host's thread, without the first steps.
     cpu_s: float
+    # Calls of PyTorch that waited for the GPU.
+    num_waits: int
 
     @property
     def step_ms(self) -> list[float]:
@@ -229,7 +248,8 @@ def measure_steps(
         idle_share=statistics.median(run.idle_share for run in runs),
         gap_share=gap_share,
         host_us_per_step=1e6 * sum(run.cpu_s for run in runs) / sum(len(run.records) - _SKIPPED_STEPS for run in runs),
-        syncs_per_step=int(not (engine.execution.run_ahead or engine.execution.has_device_loop)),
+        syncs_per_step=sum(run.num_waits for run in runs) / sum(len(run.records) for run in runs)
+        + (not (engine.execution.run_ahead or engine.execution.has_device_loop)),
     )
 
 
