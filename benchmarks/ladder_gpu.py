@@ -9,17 +9,22 @@ import gc
 import json
 import sys
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
+import soloist.kernels.moe as kernels_moe
 from decode_gpu import CONTEXT_LEN, built_in, commit_id, count_distinct_experts
 from soloist.bench.ladder import RungSettings, ladder, step_fields
 from soloist.bench.results import Result
 from soloist.bench.steps import SpreadRows, StepFigures, measure_steps
 from soloist.engine import Engine
+from soloist.kernels.norm import rms_norm
 from soloist.models import load_model
 from soloist.models.causal_lm import CausalLM
 from soloist.roofline import measure_bandwidth
@@ -50,14 +55,29 @@ class Case:
     acceptance_length: float | None = None
 
 
-# Beside the rungs, without a draft: what the last one is held against, the device loop alone, and what drawing costs.
+@dataclass(frozen=True, kw_only=True)
+class Alone:
+    """A form of the step beside the rungs, without a draft."""
+
+    execution: Execution
+    params: SamplingParams = field(default_factory=SamplingParams)
+    has_fp32_router: bool = False
+
+
+# What the last rung is held against, a head and a router in fp32, the device loop alone, and what drawing costs.
 _CAPTURED = Execution(is_captured=True, run_ahead=2, has_pdl=True)
-_SAMPLED = SamplingParams(temperature=0.8, top_k=50, top_p=0.95)
+_GRAPH_ONLY = "graph only"
 ALONE = {
-    "graph only": (replace(_CAPTURED, run_ahead=0, has_pdl=False, has_fused_moe=False, has_bf16_head=False), None),
-    "device loop without a draft": (replace(_CAPTURED, run_ahead=0, has_device_loop=True), None),
-    "sampled from all tokens": (_CAPTURED, SamplingParams(temperature=0.8)),
-    "sampled from top-k and top-p": (_CAPTURED, _SAMPLED),
+    _GRAPH_ONLY: Alone(
+        execution=replace(_CAPTURED, run_ahead=0, has_pdl=False, has_fused_moe=False, has_bf16_head=False)
+    ),
+    "head in fp32": Alone(execution=replace(_CAPTURED, has_bf16_head=False)),
+    "head and router in fp32": Alone(execution=replace(_CAPTURED, has_bf16_head=False), has_fp32_router=True),
+    "device loop without a draft": Alone(execution=replace(_CAPTURED, run_ahead=0, has_device_loop=True)),
+    "sampled from all tokens": Alone(execution=_CAPTURED, params=SamplingParams(temperature=0.8)),
+    "sampled from top-k and top-p": Alone(
+        execution=_CAPTURED, params=SamplingParams(temperature=0.8, top_k=50, top_p=0.95)
+    ),
 }
 CASES = {
     "ling3-tiny-ladder": Case(config="ling-3.0-tiny", drafters=("dspark",), width=9, acceptance_length=4.7),
@@ -66,6 +86,29 @@ CASES = {
     ),
     "qwen2-1.5b-drafts": Case(config="qwen2.5-coder-1.5b-instruct", drafters=("ngram", "qwen2.5-0.5b")),
 }
+
+
+@contextmanager
+def fp32_router() -> Iterator[None]:
+    """Route by products with a copy of the router in fp32 inside the block, as published code does."""
+    copies: dict[int, torch.Tensor] = {}
+    original = kernels_moe.norm_linear
+
+    def in_fp32(
+        x: torch.Tensor, norm: torch.Tensor, eps: float, weight: torch.Tensor, *, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        # (E, D), made where the step runs first, before it is captured.
+        copy = copies.get(weight.data_ptr())
+        if copy is None:
+            copy = copies[weight.data_ptr()] = weight.float()
+        return F.linear(rms_norm(x, norm, eps).float(), copy).to(out_dtype)  # (T, E)
+
+    kernels_moe.norm_linear = in_fp32
+    try:
+        yield
+        assert copies, "no router was called"
+    finally:
+        kernels_moe.norm_linear = original
 
 
 class Bench:
@@ -179,8 +222,8 @@ class Bench:
         )
 
 
-def climb(bench: Bench, name: str, case: Case) -> Result:
-    """Measure every rung."""
+def climb(bench: Bench, name: str, case: Case) -> Iterator[Result]:
+    """Measure every rung, then what stands beside them; gives what is measured so far."""
     (drafter,), width = case.drafters, case.width
     assert width is not None
     settings = ladder(
@@ -201,24 +244,45 @@ def climb(bench: Bench, name: str, case: Case) -> Result:
         print(
             f"{name} {rung.switch}: step {figures.step_ms.median:.3f} ms, TPOT {figures.tpot_ms:.3f}, floor"
             f" {floor['share_of_floor']:.0%}, {figures.launches_per_step} launches, idle {figures.idle_share:.2%},"
-            f" gaps {figures.gap_share}, host {figures.host_us_per_step:.0f} us, range {figures.step_ms_range}",
+            f" gaps {figures.gap_share}, host {figures.host_us_per_step:.0f} us, {figures.syncs_per_step:.2f} waits,"
+            f" range {figures.step_ms_range}",
             flush=True,
         )
         # A graph and its memory belong to one rung.
         gc.collect()
         torch.cuda.empty_cache()
-    details: dict[str, Any] = {}
-    for title, (execution, params) in ALONE.items():
-        figures_alone, _ = bench.measure(execution, params=params)
-        details[title] = {
-            "step_ms_median": figures_alone.step_ms.median,
-            "idle_share": figures_alone.idle_share,
-            "host_us_per_step": figures_alone.host_us_per_step,
-        }
-        print(f"{name} {title}: {details[title]}", flush=True)
     last = bench.result(name, figures, floor, width=width, acceptance_simulated=True, rungs=tuple(rungs))
-    last.details.update(details)
-    return last
+    yield last
+    last.details.update(measure_alone(bench, name))
+    base_ms = last.details[_GRAPH_ONLY]["step_ms_median"]
+    # By tokens, so that drafts count.
+    last.details["times_faster_than_graph_only"] = {
+        rung.case: round(base_ms / rung.tpot_ms_mean, 3) for rung in rungs if rung.tpot_ms_mean
+    }
+    print(f"{name}: {last.details['times_faster_than_graph_only']}", flush=True)
+    yield last
+
+
+def measure_alone(bench: Bench, name: str) -> dict[str, Any]:
+    """Measure the forms beside the rungs."""
+    found: dict[str, Any] = {}
+    for title, alone in ALONE.items():
+        if alone.has_fp32_router and not bench.target.footprint.num_experts:
+            continue
+        with fp32_router() if alone.has_fp32_router else nullcontext():
+            figures, _ = bench.measure(alone.execution, params=alone.params)
+        found[title] = {
+            "step_ms_median": figures.step_ms.median,
+            "step_ms_range": figures.step_ms_range,
+            "launches_per_step": figures.launches_per_step,
+            "idle_share": figures.idle_share,
+            "host_us_per_step": figures.host_us_per_step,
+            "syncs_per_step": figures.syncs_per_step,
+        }
+        print(f"{name} {title}: {found[title]}", flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+    return found
 
 
 def measure_rung(bench: Bench, rung: RungSettings, drafter: str, case: Case) -> tuple[StepFigures, dict[str, Any]]:
@@ -236,11 +300,11 @@ def measure_rung(bench: Bench, rung: RungSettings, drafter: str, case: Case) -> 
     )
 
 
-def sweep(bench: Bench, name: str, case: Case) -> Result:
-    """Measure steps of several widths with every drafter."""
+def sweep(bench: Bench, name: str, case: Case) -> Iterator[Result]:
+    """Measure steps of several widths with every drafter; gives what is measured so far."""
     best = Execution.best_for(bench.device)
     plain, floor = bench.measure(best)
-    details: dict[str, Any] = {"plain_step_ms": plain.step_ms.median}
+    result = bench.result(name, plain, floor, width=1)
     for drafter in case.drafters:
         by_width: dict[str, dict[str, float]] = {"step_ms": {}, "floor_step_ms": {}, "step_ms_p90": {}, "launches": {}}
         for width in WIDTHS:
@@ -252,10 +316,8 @@ def sweep(bench: Bench, name: str, case: Case) -> Result:
             print(f"{name} {drafter} width {width}: step {figures.step_ms.median:.3f} ms", flush=True)
             gc.collect()
             torch.cuda.empty_cache()
-        details[drafter] = by_width
-    result = bench.result(name, plain, floor, width=1)
-    result.details.update(details)
-    return result
+        result.details[drafter] = by_width
+        yield result
 
 
 def main() -> None:
@@ -272,9 +334,9 @@ def main() -> None:
             benches.clear()
             benches[case.config] = Bench(case.config)
         bench, started_s = benches[case.config], time.perf_counter()
-        result = (sweep if case.width is None else climb)(bench, name, case)
-        text = json.dumps(result.to_json() | {"commit": arguments.commit}, indent=1)
-        (arguments.out / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+        for result in (sweep if case.width is None else climb)(bench, name, case):
+            text = json.dumps(result.to_json() | {"commit": arguments.commit}, indent=1)
+            (arguments.out / f"{name}.json").write_text(text + "\n", encoding="utf-8")
         print(f"{name}: {time.perf_counter() - started_s:.1f} s", flush=True)
 
 
