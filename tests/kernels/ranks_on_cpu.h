@@ -58,12 +58,6 @@ static uint4 load_packet(const uint4* p) {
 static void store_word(int* p, int x) { *p = x; }
 static int load_word(const int* p) { return *p; }
 static unsigned long long clock_ns() { return cpu_clock; }
-static void begin() { cpu_yield(); }
-static unsigned cpu_to_bf16(float x) {
-    const unsigned bits = __float_as_uint(x);
-    return x != x ? 0x7fffu : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-}
-static unsigned to_bf16_pair(float low, float high) { return cpu_to_bf16(low) | cpu_to_bf16(high) << 16; }
 
 extern void (*const cpu_kernels[])(void**);
 static void** cpu_values;

@@ -137,13 +137,19 @@ def test_the_largest_value_wins_and_of_equals_the_lowest_id(monkeypatch: pytest.
 def test_a_rank_that_does_not_come_ends_the_wait_with_its_name(monkeypatch: pytest.MonkeyPatch):
     ranks = make_ranks(monkeypatch, 4, timeout_s=0.02)
     partial, out = torch.ones(1, D, dtype=BF16, device=DEVICE), nan(4, 2, D)
+    values, out_values = torch.ones(4, device=DEVICE), torch.zeros(4, device=DEVICE)
+    ids, out_ids = torch.arange(10, 14, device=DEVICE), torch.zeros(4, dtype=torch.int64, device=DEVICE)
     for rank, mailboxes in enumerate(ranks.mailboxes):
         if rank != 2:
             for i in range(2):
                 push_all_reduce_add(partial, None, out[rank, i : i + 1], mailboxes)
+            one = slice(rank, rank + 1)
+            push_argmax(values[one], ids[one], out_values[one], out_ids[one], mailboxes)
     ranks.run()
     for rank in (0, 1, 3):
         assert out[rank].isnan().all()
+        # What is looked up with it must exist.
+        assert out_values[rank].isnan() and out_ids[rank] == ids[rank]
         with pytest.raises(RankLostError, match=rf"rank {rank} waited 0.02 s for rank 2"):
             ranks.mailboxes[rank].check()
     ranks.mailboxes[2].check()

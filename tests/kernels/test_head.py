@@ -77,3 +77,16 @@ def test_a_gpu_adds_the_bias_in_the_kernel(monkeypatch: pytest.MonkeyPatch):
     expected = logits[:, :N] + x.float() @ weight[:N].float().T
     assert ids.tolist() == (100 + expected.argmax(1)).tolist() and ids[2] == 111
     assert_near(values[:, None], expected.amax(1)[:, None], Limit(rms=2e-2, worst_row=4e-2))
+
+
+def test_a_gpu_finds_a_token_where_no_logit_is_a_number(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("triton")
+    from tests.kernels.device import DEVICE, launch_kernels
+
+    launch_kernels(monkeypatch, head)
+    x, norm, weight = (tensor.to(DEVICE, torch.bfloat16) for tensor in inputs())
+    x[1] = torch.nan
+    # No lane of a strip is padding.
+    ids, logits = head.norm_argmax(x, norm, 1e-5, weight[:32], 32, first_id=100)
+    assert logits.isfinite().tolist() == [True, False, True, True]
+    assert 100 <= ids[1] < 132 and ids[0] == 102

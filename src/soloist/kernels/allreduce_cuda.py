@@ -9,7 +9,7 @@ import torch
 from soloist.kernels.check import expect
 from soloist.kernels.launch import pdl_options
 from soloist.kernels.mailboxes import GENERATIONS, WORLD_SIZES, Mailboxes
-from soloist.kernels.nvrtc import launch, load_kernel
+from soloist.kernels.nvrtc import PRELUDE, launch, load_kernel
 
 # A rank looks at the clock, and at whether it has given up before, after so many looks at its mailbox.
 _SPINS_PER_LOOK = 256
@@ -43,18 +43,6 @@ __device__ unsigned long long clock_ns() {
     unsigned long long ns;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
     return ns;
-}
-// To the nearest, NaN stays NaN.
-__device__ unsigned to_bf16_pair(float low, float high) {
-    unsigned pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-__device__ void begin() {
-#ifdef HAS_PDL
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
 }
 #endif
 
@@ -119,8 +107,7 @@ __device__ void receive(const Mailboxes& m, int generation, int channel, int i, 
 _ALL_REDUCE = r"""
 constexpr int PACKETS = HIDDEN / 8;
 
-__device__ float low(unsigned pair) { return __uint_as_float(pair << 16); }
-__device__ float high(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
+__device__ unsigned to_bf16_pair(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
 
 __device__ unsigned sum_pair(const unsigned (&x)[WORLD], unsigned residual) {
     float a = low(x[0]), b = high(x[0]);
@@ -150,7 +137,8 @@ push_all_reduce_add(const uint4* partial, const uint4* residual, const uint4* no
     const uint4 weight = is_mine ? norm_weight[i] : uint4{};
     __shared__ float sums[THREADS / 32];
 #endif
-    begin();
+    wait_for_producers();
+    let_consumers_start();
     const Mailboxes m = {{m0, m1, m2, m3, m4, m5, m6, m7}, has_failed, error, timeout_us};
     const int generation = turns[t];
     uint4 x[WORLD], y = {}, r = {};
@@ -174,8 +162,7 @@ push_all_reduce_add(const uint4* partial, const uint4* residual, const uint4* no
     }
 #ifdef HAS_NORM
     // Of the rounded row, as the norm of the next operator would be.
-    float sum = square(y.x) + square(y.y) + square(y.z) + square(y.w);
-    for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
+    const float sum = sum_of_lanes(square(y.x) + square(y.y) + square(y.z) + square(y.w));
     if (i % 32 == 0) sums[i / 32] = sum;
     __syncthreads();
     float total = 0.f;
@@ -190,31 +177,35 @@ push_all_reduce_add(const uint4* partial, const uint4* residual, const uint4* no
 """
 
 _ARGMAX = r"""
-// One program, a thread per row. NaN is the largest, so that it is seen.
+// One program, a thread per row. NaN is the largest, so that it is seen; of a peer that did not come it has the own id,
+// since whatever comes out is looked up.
 extern "C" __global__ void __launch_bounds__(32)
 push_argmax(const float* values, const long long* ids, float* out_values, long long* out_ids, int T,
             int* turns, int* has_failed, int* error, int timeout_us, uint4* m0, uint4* m1, uint4* m2, uint4* m3,
             uint4* m4, uint4* m5, uint4* m6, uint4* m7) {
     const int t = threadIdx.x;
-    begin();
+    wait_for_producers();
+    let_consumers_start();
     if (t >= T) return;
     const Mailboxes m = {{m0, m1, m2, m3, m4, m5, m6, m7}, has_failed, error, timeout_us};
     const int generation = turns[t];
     uint4 x[WORLD];
-    x[RANK] = {__float_as_uint(values[t]), (unsigned)ids[t], 0, 0};
+    const unsigned own_id = ids[t];
+    x[RANK] = {__float_as_uint(values[t]), own_id, 0, 0};
     // Behind the mailboxes of the sums.
     constexpr size_t BASE = (size_t)GENERATIONS * MAX_ROWS * WORLD * ROOM;
     send<BASE, 1, 1>(m, generation, t, 0, x[RANK]);
     turns[t] = next(generation);
     receive<BASE, 1>(m, generation, t, 0, x);
-    float best = __uint_as_float(x[0].x);
-    unsigned best_id = x[0].y;
+    float best = 0.f;
+    unsigned best_id = own_id;
 #pragma unroll
-    for (int p = 1; p < WORLD; ++p) {
+    for (int p = 0; p < WORLD; ++p) {
         const float value = __uint_as_float(x[p].x);
-        if (value > best || (value != value && best == best) || (value == best && x[p].y < best_id)) {
+        const unsigned id = is_full(x[p]) ? x[p].y : own_id;
+        if (p == 0 || value > best || (value != value && best == best) || (value == best && id < best_id)) {
             best = value;
-            best_id = x[p].y;
+            best_id = id;
         }
     }
     out_values[t] = best;
@@ -243,7 +234,7 @@ def _launch(
         "SPINS_PER_LOOK": _SPINS_PER_LOOK,
     } | ({"HAS_PDL": 1} if pdl_options()["PDL"] else {})
     defined = tuple((key, str(value)) for key, value in definitions.items())
-    kernel = load_kernel(_EXCHANGE + source, name, defined, turns.device)
+    kernel = load_kernel(PRELUDE + _EXCHANGE + source, name, defined, turns.device)
     ends = (turns, mailboxes.has_failed, mailboxes.error, int(mailboxes.timeout_s * 1e6))
     peers = (*mailboxes.buffers, *[None] * (WORLD_SIZES[-1] - mailboxes.world_size))
     launch(kernel, (programs, 1, 1), threads, *arguments, *ends, *peers)

@@ -338,8 +338,10 @@ def best_strip_kernel(best_ptr, id_ptr, max_ptr, argmax_ptr, strips, first_id, B
     b_best = tl.load(best_ptr + o_best, mask=i_s < strips, other=float("-inf"))
     b_id = tl.load(id_ptr + o_best, mask=i_s < strips, other=2147483647)
     best = tl.max(b_best, axis=0)
+    # Where all are NaN none is equal, and what comes out must still be a token.
+    lowest, first = tl.min(tl.where(b_best == best, b_id, 2147483647), axis=0), tl.min(b_id, axis=0)
     tl.store(max_ptr + i_t, best)
-    tl.store(argmax_ptr + i_t, first_id + tl.min(tl.where(b_best == best, b_id, 2147483647), axis=0).to(tl.int64))
+    tl.store(argmax_ptr + i_t, first_id + tl.where(lowest == 2147483647, first, lowest).to(tl.int64))
 
 
 def _tile_arguments(num_tokens: int, num_inputs: int, settings: StripSettings) -> dict[str, Any]:
