@@ -122,9 +122,12 @@ class Generation:
             # All ranks find the same logits, so each ends by itself.
             is_alike = self._awaits_word or isinstance(error, NumericsError)
             is_out_of_step = self._is_running and not is_alike
-            self.close()
-            if is_out_of_step:
-                self._engine.ranks.fail(error)
+            try:
+                self.close()
+            finally:
+                # Also where the device is in no state to be asked for anything.
+                if is_out_of_step:
+                    self._engine.ranks.fail(error)
             raise
         if result.finish_reason is not None:
             self.close()

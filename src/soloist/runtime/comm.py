@@ -213,9 +213,12 @@ class _Others:
         self.lost = f"rank {rank} of {self.size} {how}, and the model is lost with it: load it again"
         self._kill()
         if self.group.mailboxes is not None:
-            # Steps that wait for it on the GPU end, with what is no number; NCCL goes on waiting.
+            # Steps that wait for it on the GPU end, with what is no number, and so do NCCL's sums. In a thread: what
+            # ends them may wait as well.
             with torch.cuda.stream(torch.cuda.Stream(self.group.mailboxes.has_failed.device)):
                 self.group.mailboxes.has_failed.fill_(1)
+            assert self.group.process_group is not None
+            threading.Thread(target=self.group.process_group.abort, daemon=True).start()
         # Rank 0 says so itself if it gets out of the exchange it is in.
         is_busy = self.busy.is_set() and not self.closing.wait(_GRACE_S) and self.busy.is_set()
         if is_busy or not self.closing.is_set():
