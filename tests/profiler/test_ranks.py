@@ -68,6 +68,18 @@ def test_clocks_that_differ_are_put_right_by_the_ends_of_collectives():
     assert report.waited_us == pytest.approx(80.0, abs=5.0)
 
 
+def test_traces_of_which_each_has_its_own_third_are_matched_by_the_clock():
+    """Of 600 collectives the first trace has the first 400, the second the last 400."""
+    machines = run_ranks([0.0, 90.0], num_steps=300)
+    for machine, part in zip(machines, (slice(0, 2 / 3), slice(1 / 3, 1)), strict=True):
+        times = sorted(event["ts"] for event in machine.events)
+        first, last = times[int(part.start * len(times))], times[int(part.stop * len(times)) - 1]
+        machine.events = [event for event in machine.events if first <= event["ts"] <= last]
+    report, _ = compare(machines)
+    assert report.late_rank == 1 and 180 < report.num_collectives < 220
+    assert report.waited_us == pytest.approx(90.0, abs=5.0)
+
+
 def test_a_trace_that_begins_later_is_matched_by_the_clock():
     machines = run_ranks([0.0, 90.0])
     cut = machines[1]

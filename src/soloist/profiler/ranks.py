@@ -4,6 +4,7 @@ The duration of a collective is no cost: a rank that arrives early waits inside 
 was late.
 """
 
+import bisect
 import re
 import statistics
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from soloist.profiler.analysis import Analysis
 from soloist.profiler.trace import GpuWork, Trace
 
 _COLLECTIVE = re.compile(r"nccl|all_?reduce|all_?gather|reduce_?scatter|cross_device|one_shot|two_shot", re.IGNORECASE)
-# How far apart two traces may begin, in collectives.
+# By how many collectives the clocks may be wrong about which belong together.
 _MAX_SHIFT = 64
 # A rank that is behind the others by less is not late.
 _LATE_US = 2.0
@@ -89,10 +90,16 @@ class _Aligned:
 
 def _align(first: list[GpuWork], other: list[GpuWork], clock_us: float, *, has_clock: bool) -> _Aligned:
     """Find which collective of another rank is which of the first rank's, and by how much its clock is wrong."""
-    best, best_error = _Aligned(shift=0, offset_us=0.0), float("inf")
-    for shift in range(-_MAX_SHIFT, _MAX_SHIFT + 1) if has_clock else (0,):
-        pairs = [(first[j], other[j + shift]) for j in range(len(first)) if 0 <= j + shift < len(other)]
-        if len(pairs) < min(len(first), len(other)) / 2:
+    guess, reach = (_guess_shift(first, other, clock_us), _MAX_SHIFT) if has_clock else (0, 0)
+    best, best_error = _Aligned(shift=guess, offset_us=0.0), float("inf")
+    candidates = [
+        (shift, [(first[j], other[j + shift]) for j in range(max(0, -shift), min(len(first), len(other) - shift))])
+        for shift in range(guess - reach, guess + reach + 1)
+    ]
+    most = max(len(pairs) for _, pairs in candidates)
+    for shift, pairs in candidates:
+        # A few may agree by chance.
+        if len(pairs) < max(1, most / 2):
             continue
         # They end together: none ends before the last rank has come.
         errors = [one.end_us - two.end_us - clock_us for one, two in pairs]
@@ -101,6 +108,14 @@ def _align(first: list[GpuWork], other: list[GpuWork], clock_us: float, *, has_c
         if error < best_error:
             best, best_error = _Aligned(shift=shift, offset_us=offset_us), error
     return best
+
+
+def _guess_shift(first: list[GpuWork], other: list[GpuWork], clock_us: float) -> int:
+    """Compare two rows of collectives by the clock, in the middle of what they have in common."""
+    ends_us = [work.end_us + clock_us for work in other]
+    middle_us = (max(first[0].end_us, ends_us[0]) + min(first[-1].end_us, ends_us[-1])) / 2
+    at = bisect.bisect(first, middle_us, key=lambda work: work.end_us)
+    return bisect.bisect(ends_us, middle_us) - at
 
 
 def _judge(
