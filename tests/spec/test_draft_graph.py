@@ -1,4 +1,4 @@
-"""Drafters in captured steps, on a GPU: replayed they say what they say step by step, and nobody waits."""
+"""Drafters in captured steps, on a GPU: replayed they say what they say step by step, nobody waits, answers stay."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from soloist.draft_check import check_draft
 from soloist.engine import Engine
 from soloist.models import load_model
 from soloist.models.causal_lm import CausalLM
@@ -14,6 +15,8 @@ from soloist.sampling_params import SamplingParams
 from soloist.spec.costs import StepCosts
 from soloist.spec.draft_model import DraftModel
 from soloist.spec.drafter import Drafter
+from soloist.spec.dspark import DSpark, make_random_dspark
+from soloist.spec.dspark_config import random_config
 from soloist.spec.mtp import load_mtp
 from soloist.spec.ngram import PromptLookup
 from soloist.spec.setup import DrafterSetup
@@ -32,6 +35,9 @@ CASES = [
     ("kimi_linear", "llama"),
     ("twin", "kimi_linear"),
     ("mtp", "bailing_moe_v3"),
+    ("dspark", "qwen3"),
+    ("dspark", "bailing_moe_v3"),
+    ("dspark, chosen", "qwen3"),
 ]
 PARAMS = {
     "greedy": SamplingParams(max_tokens=40),
@@ -54,11 +60,20 @@ def load(folder: Path, family: str, seed: int) -> tuple[CausalLM, Path]:
 def make_engine(folder: Path, name: str, family: str, execution) -> Engine:
     target, path = load(folder, family, 3)
     drafter: Drafter
+    setup = DrafterSetup(target=target, target_path=path, max_context_len=200, num_tokens=131, max_width=1 + MAX_DRAFTS)
     if name == "ngram":
         drafter = PromptLookup(max_context_len=200, max_drafts=MAX_DRAFTS, device=target.device)
     elif name == "mtp":
-        setup = DrafterSetup(target=target, target_path=path, max_context_len=200, num_tokens=131, max_width=4)
         drafter = load_mtp(setup)
+    elif name.startswith("dspark"):
+        depth = target.config.num_hidden_layers
+        shape = random_config(
+            target.config, block_size=6, num_hidden_layers=2, markov_rank=16, target_layer_ids=(0, depth - 2)
+        )
+        drafter = make_random_dspark(setup, shape)
+        if name == "dspark, chosen":
+            assert isinstance(drafter, DSpark)
+            drafter = DSpark(drafter.model, max_drafts=MAX_DRAFTS, draft_greedily=True)
     else:
         draft = target if name == "twin" else load(folder, name, 9)[0]
         drafter = DraftModel(draft, max_context_len=200, num_tokens=131, max_drafts=MAX_DRAFTS)
@@ -67,6 +82,7 @@ def make_engine(folder: Path, name: str, family: str, execution) -> Engine:
         max_context_len=200,
         max_width=1 + MAX_DRAFTS,
         has_draft_probs=drafter.has_draft_law,
+        capture_layers=drafter.capture_layers,
         chunk_tokens=24,
     )
     return Engine(runner, drafter, eos_token_ids=(), execution=execution)
@@ -111,3 +127,22 @@ def test_captured_steps_of_every_width_are_timed(folder: Path, name: str, family
     assert len(costs.step_ms) == 4 and 0 < costs.plain_ms < 1000
     engine.adapt_width(costs)
     assert len([t for r in engine.generate([1, 2, 3], PARAMS["greedy"]) for t in r.token_ids]) == 40
+
+
+@pytest.mark.parametrize(("name", "family"), CASES)
+def test_a_draft_changes_no_answer_but_at_near_ties(folder: Path, name: str, family: str):
+    """Greedy answers and drawn ones, with every kernel of a GPU, against the same model without the draft."""
+    _, path = load(folder, family, 3)
+    prompts = [prompt_of(n, 131, seed=n) for n in (1, 4, 5, 23, 24, 25, 37, 90)]
+    report = check_draft(
+        make_engine(folder, name, family, BEST),
+        prompts,
+        model=family,
+        max_tokens=60,
+        load_reference=lambda: load_model(path, dtype=torch.float32),
+    )
+    print({check.name: check.summary for check in report.checks})
+    checks = {check.name: check for check in report.checks}
+    assert checks["greedy"].passed, checks["greedy"]
+    assert checks["sampling"].passed, checks["sampling"]
+    assert name != "twin" or report.acceptance_length > 2
