@@ -15,6 +15,7 @@ def make_answer(*accepted: int, drafted: int = 3) -> _Answer:
         forwards=len(accepted),
         drafted=(0,) * drafted + (len(accepted),),
         accepted=histogram,
+        decode_s=0.01 * (len(accepted) - 1),
     )
 
 
@@ -24,6 +25,8 @@ def test_lengths_and_positions_are_counted_over_steps_not_answers():
     assert found.acceptance_length == pytest.approx(18 / 6)
     assert found.acceptance_by_position == pytest.approx((4 / 6,) * 3)
     assert found.excluded_share == 0.5
+    # Of the answer of five steps and 17 tokens; the other has no step behind its first.
+    assert found.step_ms == pytest.approx(10) and found.tpot_ms == pytest.approx(40 / 16)
     assert (found.num_prompts, found.completion_tokens, found.forwards) == (2, 18, 6)
     # Resamples have only the one answer, only the other, or both.
     assert found.interval == pytest.approx((1.0, 17 / 5))

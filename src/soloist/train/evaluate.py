@@ -5,6 +5,7 @@ engine has 1 and a block of B drafts at most B + 1.
 """
 
 import random
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -25,6 +26,8 @@ class _Answer:
     forwards: int
     drafted: tuple[int, ...]
     accepted: tuple[int, ...]
+    # From the first token to the last.
+    decode_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +47,9 @@ class TemperatureFigures:
     forwards: int
     # Answers left out because they repeat themselves, as a share of all.
     excluded_share: float
+    # Medians over the answers, behind the first step: time of a step, and per token. None: no answer took two steps.
+    step_ms: float | None
+    tpot_ms: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +123,7 @@ def evaluate(
                         forwards=stats.forwards,
                         drafted=stats.drafted_histogram,
                         accepted=stats.accepted_histogram,
+                        decode_s=stats.decode_s,
                     )
                 )
             on_progress(i * len(prompts) + j + 1, len(temperatures) * len(prompts))
@@ -164,6 +171,7 @@ def _summarise(answers: Sequence[_Answer], temperature: float, num_prompts: int,
         resampled = draw.choices(answers, k=len(answers))
         lengths.append(_length(resampled))
         positions.append(_by_position(resampled, deepest))
+    timed = [answer for answer in answers if answer.forwards > 1]
     return TemperatureFigures(
         temperature=temperature,
         acceptance_length=_length(answers),
@@ -174,7 +182,13 @@ def _summarise(answers: Sequence[_Answer], temperature: float, num_prompts: int,
         completion_tokens=sum(a.completion_tokens for a in answers),
         forwards=sum(a.forwards for a in answers),
         excluded_share=1 - len(answers) / num_prompts,
+        step_ms=_median_ms([a.decode_s / (a.forwards - 1) for a in timed]),
+        tpot_ms=_median_ms([a.decode_s / (a.completion_tokens - 1) for a in timed]),
     )
+
+
+def _median_ms(seconds: list[float]) -> float | None:
+    return 1000 * statistics.median(seconds) if seconds else None
 
 
 def _interval(values: list[float]) -> tuple[float, float]:
