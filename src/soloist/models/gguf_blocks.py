@@ -35,7 +35,7 @@ def _nibbles(packed: torch.Tensor) -> torch.Tensor:
 
 def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
     """Spread the 32 bits of each row over 32 values, worth 16 each: (B, 4) uint8 to (B, 32) uint8."""
-    shifts = torch.arange(8, dtype=torch.uint8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return ((packed[:, :, None] >> shifts & 1) << 4).flatten(1)
 
 
