@@ -42,7 +42,7 @@ def test_from_prompts_to_a_checked_draft_with_its_card(tiny: str, tmp_path: Path
     result = json.loads(printed)
     assert result["num_texts"] == 16
     assert 1 <= result["held_out"]["acceptance_length"] <= 5
-    assert "training takes about" in said and "what to expect" in said
+    assert "training in 6 steps takes about" in said and "what to expect" in said
     record = json.loads((out / "training.json").read_text())
     assert sorted(record["texts_by_temperature"]) == ["0", "0.7", "1"]
     assert record["settings"]["num_steps"] == 6
@@ -76,6 +76,20 @@ def test_from_prompts_to_a_checked_draft_with_its_card(tiny: str, tmp_path: Path
     assert "shape.block_size: 4" in card
 
 
+def test_a_run_by_the_clock_keeps_its_steps_when_it_goes_on(tiny: str, tmp_path: Path, capsys):
+    data, out = write_data(tmp_path / "prompts.jsonl"), tmp_path / "draft"
+    words = ["draft", "train", "-m", tiny, "--data", str(data), "--out", str(out), *SMALL, "-n", "12"]
+    words += ["--texts-per-step", "4", "--anchors", "5", "--block", "4", "--layers", "1"]
+    assert main([*words, "--seconds", "2", "--save-every", "5"]) == 0
+    num_steps = json.loads((out / "training.json").read_text())["settings"]["num_steps"]
+    weights = (out / "model.safetensors").read_bytes()
+    assert num_steps > 6
+    assert main([*words, "--seconds", "1", "--save-every", "5"]) == 0
+    assert json.loads((out / "training.json").read_text())["settings"]["num_steps"] == num_steps
+    assert (out / "model.safetensors").read_bytes() == weights
+    capsys.readouterr()
+
+
 def test_a_dry_run_drafts_within_its_time_and_is_said_to_be_worth_nothing(tiny: str, tmp_path: Path, capsys):
     source = tmp_path / "code"
     source.mkdir()
@@ -95,6 +109,7 @@ def test_a_dry_run_drafts_within_its_time_and_is_said_to_be_worth_nothing(tiny: 
         (("--data", "no.jsonl", "--out", "x", "--temperatures", "warm"), "numbers of at least 0"),
         (("--data", "no.jsonl", "--out", "x", "--block", "16"), "block_size is 16"),
         (("--data", "no.jsonl", "--out", "x", "--lr", "-1"), "learning_rate is -1"),
+        (("--data", "no.jsonl", "--out", "x", "--steps", "9", "--seconds", "9"), "give one"),
     ],
 )
 def test_wrong_words_are_refused_in_one_line(tiny: str, words: tuple[str, ...], complaint: str, capsys):

@@ -165,8 +165,25 @@ def test_laws_that_are_equal_are_accepted_whole_and_pull_nowhere():
         length=torch.ones(n, B),
         length_floor=0.0,
     )
-    args = (x["lm_head"], x["teacher"], x["labels"], torch.ones(n * B).double(), weights, 8)
+    args = (x["lm_head"], x["teacher"], x["labels"], torch.ones(n * B).double(), weights, 8, False)
     loss, figures = _HeadLoss.apply(x["hidden"], None, None, *args)
     assert abs(loss) < 1e-12
     assert torch.allclose(figures[:2], torch.ones(2, n * B).double())
     assert acceptance_length(figures[0].view(n, B), torch.ones(n, B).bool()) == pytest.approx(1 + B)
+
+
+def test_a_compiled_loss_is_the_same():
+    x, s = inputs(), ObjectiveSettings()
+    counted = x["is_counted"]
+    totals = {"total_weight": slot_weights(counted, s).sum(), "total_blocks": counted.any(1).sum()}
+    others = {name: x[name] for name in ("lm_head", "teacher", "labels", "temperatures")}
+    for is_last_stage in (False, True):
+        weights = make_weights(counted, s, is_last_stage=is_last_stage, **totals)
+        found = []
+        for is_compiled in (False, True):
+            leaves = [x[name].detach().requires_grad_() for name in LEAVES]
+            # Chunks of two sizes.
+            loss, figures = draft_loss(*leaves, **others, weights=weights, rows=12, is_compiled=is_compiled)
+            found.append([loss, figures.acceptance, figures.agreement, *torch.autograd.grad(loss, leaves)])
+        for a, b in zip(*found, strict=True):
+            assert (a - b).abs().max() < 1e-9

@@ -15,7 +15,17 @@ def test_a_plan_counts_parameters_passes_and_bytes(tmp_path: Path):
     assert plan.num_tokens == sum(len(text.token_ids) for text in texts)
     assert plan.train_s > 0 and plan.disk_bytes > 12 * plan.num_parameters > 0
     words = plan.describe()
-    assert "read 40.0 times" in words and "disk 5.00 GB" in words and "what to expect" in words
+    assert (
+        "read 40.0 times" in words and "in 110 steps" in words and "disk 5.00 GB" in words and "what to expect" in words
+    )
+
+
+def test_steps_are_chosen_by_the_time_they_take(tmp_path: Path):
+    target = load_target(tmp_path)
+    texts, settings = make_texts(target, 12), make_settings(num_steps=110)
+    plan = make_plan(target, texts, settings, target.config.vocab_size, stored_bytes=0, seconds=60)
+    assert plan.num_steps > 60 and 50 < plan.train_s <= 60
+    assert make_plan(target, texts, settings, target.config.vocab_size, stored_bytes=0, seconds=1e-6).num_steps == 1
 
 
 def test_a_draft_reads_less_than_it_saves(tmp_path: Path):

@@ -81,7 +81,16 @@ def train(
         int | None,
         typer.Option("--mask-token", help="Id for empty slots. Default: the last, often unused.", metavar="ID"),
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", help="Steps of the optimiser.", metavar="N")] = 2000,
+    steps: Annotated[
+        int | None, typer.Option("--steps", help="Steps of the optimiser.", metavar="N", show_default="2000")
+    ] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option("--seconds", help="Take the steps that fit into this time, instead.", metavar="S", min=1),
+    ] = None,
+    save_every: Annotated[
+        int, typer.Option("--save-every", help="Steps between two checkpoints to go on from.", metavar="N")
+    ] = 200,
     texts_per_step: Annotated[
         int, typer.Option("--texts-per-step", help="Texts of a step, over all GPUs.", metavar="N")
     ] = 32,
@@ -112,6 +121,9 @@ def train(
     heads: Annotated[
         bool, typer.Option("--heads/--no-heads", help="Repeat the model's embedding and head in the draft.")
     ] = True,
+    is_compiled: Annotated[
+        bool, typer.Option("--compile", help="Fuse the loss: half a minute first, then faster steps.")
+    ] = False,
     seed: Annotated[int, typer.Option("--seed", help="Same seed, same draft.", metavar="N")] = 0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="A few steps on a few prompts, then load the draft: two minutes.")
@@ -128,6 +140,8 @@ def train(
     """
     if data is None or out is None:
         raise UsageError("--data says what to train on, --out where the draft goes")
+    if steps is not None and seconds is not None:
+        raise UsageError("--steps and --seconds are two ways to say the same: give one")
     import torch.distributed as dist
 
     from soloist.train.plan import bytes_ratio
@@ -144,7 +158,9 @@ def train(
             length_weight=length_weight,
             min_temperature=min_temperature,
         ),
-        num_steps=steps,
+        **({} if steps is None else {"num_steps": steps}),
+        checkpoint_every=save_every,
+        is_compiled=is_compiled,
         documents_per_step=texts_per_step,
         anchors_per_document=anchors,
         learning_rate=learning_rate,
@@ -153,7 +169,7 @@ def train(
         stores_heads=heads,
     )
     if dry_run:
-        settings = dry(settings)
+        settings, seconds = dry(settings), None
         num_prompts, num_tokens = min(num_prompts, DRY_PROMPTS), min(num_tokens, DRY_TOKENS)
     mix = read_numbers(temperatures, "--temperatures")
     check_data(data)
@@ -186,6 +202,7 @@ def train(
             num_tokens=llm.engine.runner.buffers.num_tokens,
             data=f"{len(prompts)} prompts from {data.name}",
             store_budget_bytes=None if store_gb is None else int(store_gb * 1e9),
+            seconds=seconds,
             progress=Progress(on_answer=on_answer, on_plan=lambda plan: print_dim(plan.describe()), on_step=on_step),
         )
     if dist.is_initialized():

@@ -17,6 +17,8 @@ Logits exist for a few rows at a time and once: values and gradients are made to
 Source: DSpark (arXiv 2607.05147); LK losses (arXiv 2602.23881); D-PACE (arXiv 2605.18810) for the form of W.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -111,9 +113,11 @@ class _HeadLoss(torch.autograd.Function):
         sharpness: torch.Tensor,
         weights: SlotWeights,
         rows: int,
+        is_compiled: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         B = weights.length.shape[1]
         step = max(rows // B, 1) * B
+        row_loss = _compiled_row_loss() if is_compiled else _row_loss
         loss = hidden.new_zeros((), dtype=widen(hidden).dtype)
         figures = torch.empty(3, hidden.shape[0], dtype=loss.dtype, device=hidden.device)
         d_hidden = torch.empty_like(hidden)
@@ -123,15 +127,15 @@ class _HeadLoss(torch.autograd.Function):
         map2 = None if w2 is None else w2[: head.shape[0]].to(hidden.dtype)
         for start in range(0, hidden.shape[0], step):
             own = slice(start, min(start + step, hidden.shape[0]))
-            logits = widen(F.linear(hidden[own], head))  # (rows, N)
-            if markov is not None and map2 is not None:
-                logits = logits + widen(F.linear(markov[own], map2))
-            wanted = widen(F.linear(teacher[own], head))
-            block = slice(start // B, own.stop // B)
-            found, dz = _row_loss(logits, wanted, labels[own], sharpness[own], weights, own, block)
-            loss += found[0]
-            figures[:, own] = found[1]
-            dz = dz.to(hidden.dtype)
+            logits = F.linear(hidden[own], head)  # (rows, N)
+            bias = None if markov is None or map2 is None else F.linear(markov[own], map2)
+            wanted = F.linear(teacher[own], head)
+            parts = labels[own], sharpness[own], weights.ce[own], weights.l1[own]
+            length = weights.length[start // B : own.stop // B]
+            value, figures[:, own], dz = row_loss(logits, bias, wanted, *parts, length, weights.length_floor)
+            pull = (-weights.ce[own] * sharpness[own]).to(dz.dtype)
+            dz.scatter_add_(1, labels[own, None], pull[:, None])
+            loss += value
             d_hidden[own] = dz @ head
             if markov is not None and map2 is not None:
                 assert d_markov is not None and d_w2 is not None
@@ -147,20 +151,38 @@ class _HeadLoss(torch.autograd.Function):
             None if d is None else d * grads[0].to(d.dtype)
             for d in ctx.saved_tensors  # type: ignore[attr-defined]
         )
-        return d_hidden, d_markov, d_w2, None, None, None, None, None, None
+        return d_hidden, d_markov, d_w2, *[None] * 7
 
 
 def _row_loss(
     logits: torch.Tensor,
+    bias: torch.Tensor | None,
     wanted: torch.Tensor,
     labels: torch.Tensor,
     sharpness: torch.Tensor,
-    weights: SlotWeights,
-    own: slice,
-    block: slice,
-) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Give (loss, figures (3, rows)) and the gradient to the logits (rows, N) of whole blocks."""
-    sharp = sharpness[:, None]
+    ce_weight: torch.Tensor,
+    l1_weight: torch.Tensor,
+    length: torch.Tensor,
+    length_floor: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Give the loss, figures (3, rows) and the gradient to the logits (rows, N), in their dtype, of whole blocks.
+
+    CE's pull on the label is left out of the gradient: one element a row, and the passes over whole rows stay fusible.
+
+    Args:
+        logits: (rows, N) of the draft, any dtype.
+        bias: (rows, N) to be added to them, or None.
+        wanted: (rows, N) of the target.
+        labels: (rows,) int64.
+        sharpness: (rows,) that logits are multiplied by.
+        ce_weight: (rows,).
+        l1_weight: (rows,).
+        length: (blocks, B).
+        length_floor: f.
+    """
+    sharp, dtype = sharpness[:, None], logits.dtype
+    logits = widen(logits) if bias is None else widen(logits) + widen(bias)
+    wanted = widen(wanted)
     log_q = (logits * sharp).log_softmax(-1)
     q, p = log_q.exp(), (wanted * sharp).softmax(-1)
     is_less = q < p
@@ -168,18 +190,21 @@ def _row_loss(
     label = labels[:, None]
     ce = -log_q.gather(1, label)[:, 0]
     agreement = (logits.argmax(-1) == wanted.argmax(-1)).to(a.dtype)
-    length = weights.length[block]  # (blocks, B)
-    W = _expected_weights(a.view(length.shape), length > 0, weights.length_floor)
+    W = _expected_weights(a.view(length.shape), length > 0, length_floor)
     pull = (W * length).flatten()  # (rows)
     bounded = a.clamp(min=MIN_ACCEPTANCE)
-    ce_weight, l1_weight = weights.ce[own], weights.l1[own]
     loss = (ce_weight * ce + l1_weight * 2 * (1 - a) - pull * bounded.log()).sum()
     # V, the gradient of the total variation, times what L1 and the length term ask of it.
     tv_weight = 2 * l1_weight + pull / bounded
     gained = torch.where(is_less, q, 0.0)  # (rows, N)
     dz = ce_weight[:, None] * q - tv_weight[:, None] * (gained - q * gained.sum(-1, keepdim=True))
-    dz.scatter_add_(1, label, -ce_weight[:, None].to(dz.dtype))
-    return (loss, torch.stack([a, agreement, ce])), dz * sharp
+    return loss, torch.stack([a, agreement, ce]), (dz * sharp).to(dtype)
+
+
+@functools.cache
+def _compiled_row_loss() -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Fuse the passes over rows of logits: they are what a step with a large vocabulary takes its time with."""
+    return torch.compile(_row_loss, dynamic=True)
 
 
 def draft_loss(
@@ -194,6 +219,7 @@ def draft_loss(
     temperatures: torch.Tensor,
     weights: SlotWeights,
     rows: int,
+    is_compiled: bool = False,
 ) -> tuple[torch.Tensor, SlotFigures]:
     """Compute the loss of a batch; the module's docstring has the terms.
 
@@ -208,12 +234,14 @@ def draft_loss(
         temperatures: (n*B,) both laws are taken at.
         weights: of the slots.
         rows: whose logits are held at once.
+        is_compiled: whether the passes over logits are fused by `torch.compile`, which takes a while the first time.
 
     Returns:
         The loss and what was found at each slot.
     """
     sharpness = 1 / temperatures
-    loss, figures = _HeadLoss.apply(hidden, markov, w2, lm_head, teacher, labels, sharpness, weights, rows)
+    inputs = hidden, markov, w2, lm_head, teacher, labels, sharpness, weights, rows, is_compiled
+    loss, figures = _HeadLoss.apply(*inputs)
     if confidences is not None:
         bce = F.binary_cross_entropy_with_logits(
             confidences, figures[0].clamp(0, 1).to(confidences.dtype), reduction="none"

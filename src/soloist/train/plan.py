@@ -14,11 +14,12 @@ from soloist.models.weights import RecordingSource
 from soloist.spec.dspark_config import DSparkConfig
 from soloist.spec.dspark_model import DSparkModel
 from soloist.train.batches import Text
+from soloist.train.capture import Store
 from soloist.train.settings import TrainSettings
 from soloist.train.trainer import Trainer
 
-# Steps that are timed, behind one that is not.
-_TIMED_STEPS = 2
+# Steps before those that are timed, and those: for a forecast, and where the number of steps follows from it.
+_FORECAST, _CHOICE = (1, 2), (3, 8)
 # Rows of context at which steps with and without a draft are compared.
 _CONTEXT_LEN = 1024
 # The parameter and Adam's two moments in fp32, and the draft in bf16.
@@ -36,6 +37,7 @@ EXPECTATION = (
 class Plan:
     """What the steps of a run take, once there are texts."""
 
+    num_steps: int
     train_s: float
     # Of texts, checkpoint and draft; and of hidden states, 0 unless they are stored.
     disk_bytes: int
@@ -51,7 +53,7 @@ class Plan:
             (
                 f"{self.num_parameters / 1e6:.1f} M parameters to train, {self.num_tokens / 1e6:.2f} M tokens of text"
                 f" to be read {self.epochs:.1f} times",
-                f"training takes about {in_words(self.train_s)}, disk"
+                f"training in {self.num_steps} steps takes about {in_words(self.train_s)}, disk"
                 f" {(self.disk_bytes + self.stored_bytes) / 1e9:.2f} GB",
                 EXPECTATION,
             )
@@ -72,6 +74,8 @@ def make_plan(
     num_tokens: int,
     *,
     stored_bytes: int,
+    store: Store | None = None,
+    seconds: float | None = None,
     num_ranks: int = 1,
 ) -> Plan:
     """Time a few steps on the texts, and count.
@@ -82,26 +86,31 @@ def make_plan(
         settings: of the run.
         num_tokens: ids that may be drawn.
         stored_bytes: that hidden states will take on disk.
+        store: of hidden states, as the run will read them.
+        seconds: that the steps shall take together. None: there shall be as many as the settings say.
         num_ranks: processes that share the texts of a step.
     """
     share = replace(settings, documents_per_step=settings.documents_per_step // num_ranks)
-    trainer = Trainer(target, texts, share, num_tokens=num_tokens, is_alone=True)
-    # The first step allocates.
-    trainer.run(1)
+    trainer = Trainer(target, texts, share, num_tokens=num_tokens, store=store, is_alone=True)
+    # The first steps allocate and compile.
+    num_untimed, num_timed = _FORECAST if seconds is None else _CHOICE
+    trainer.run(num_untimed)
     start_s = time.perf_counter()
-    trainer.run(1 + _TIMED_STEPS)
+    trainer.run(num_untimed + num_timed)
     if target.device.type == "cuda":
         torch.cuda.synchronize(target.device)
-    step_s = (time.perf_counter() - start_s) / _TIMED_STEPS
+    step_s = (time.perf_counter() - start_s) / num_timed
+    num_steps = settings.num_steps if seconds is None else max(int(seconds / step_s), 1)
     num_parameters = sum(p.numel() for p in trainer.parameters.values())
     text_tokens = sum(len(text.token_ids) for text in texts)
     return Plan(
-        train_s=step_s * settings.num_steps,
+        num_steps=num_steps,
+        train_s=step_s * num_steps,
         disk_bytes=num_parameters * _BYTES_PER_PARAMETER + text_tokens * _TEXT_BYTES,
         stored_bytes=stored_bytes,
         num_parameters=num_parameters,
         num_tokens=text_tokens,
-        epochs=settings.num_steps * settings.documents_per_step / len(trainer.trained),
+        epochs=num_steps * settings.documents_per_step / len(trainer.trained),
     )
 
 

@@ -31,7 +31,7 @@ from soloist.train.packed import dense
 from soloist.train.plan import Plan, make_plan
 from soloist.train.responses import FILE_NAME, Source, check_ownership, collect_texts, describe_mix, require_own
 from soloist.train.settings import TrainSettings
-from soloist.train.trainer import DTYPES, Figures, OnStep, Trainer
+from soloist.train.trainer import DTYPES, Figures, OnStep, Trainer, read_num_steps
 
 HELD_OUT_NAME = "held-out.jsonl"
 RECORD_NAME = "training.json"
@@ -85,6 +85,7 @@ def train_draft(
     data: str,
     texts_file: Path | None = None,
     store_budget_bytes: int | None = None,
+    seconds: float | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
     """Train a draft; in a folder where this was begun before it goes on.
@@ -103,13 +104,17 @@ def train_draft(
         texts_file: keeps the answers, so that several drafts can share them. None: one in the folder.
         store_budget_bytes: keep hidden states on disk, in at most so many bytes. None: in memory where they fit, else
             they are computed in every step.
+        seconds: take as many steps as fit into this time here, behind answers and hidden states, instead of
+            `settings.num_steps`; a run that goes on keeps the number it began with.
         progress: who hears of it.
 
     Raises:
-        UsageError: the answers are not the target's own, or too few.
+        UsageError: the answers are not the target's own, or too few; or a time is given to several processes.
         CheckpointError: the folder holds another run.
     """
     progress = progress or Progress()
+    if seconds is not None and dist.is_initialized():
+        raise UsageError("seconds are counted by one process: give several of them a number of steps")
     working = folder / "training"
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     file = texts_file or working / FILE_NAME
@@ -132,8 +137,16 @@ def train_draft(
         raise UsageError(f"{len(texts)} of {len(prompts)} prompts were answered: a run needs two texts at least")
     if is_first:
         require_own(check_ownership(target, texts, num_tokens, DTYPES[settings.compute_dtype]))
-        progress.on_plan(_plan(target, texts, settings, num_tokens, store_budget_bytes))
     store = _make_store(target, texts, settings, working, store_budget_bytes)
+    if seconds is not None and (known := read_num_steps(working)) is not None:
+        settings, seconds = replace(settings, num_steps=known), None
+    if is_first:
+        stored_bytes = 0 if store_budget_bytes is None else _state_bytes(target, texts, settings)
+        num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        sizes = {"stored_bytes": stored_bytes, "num_ranks": num_ranks}
+        plan = make_plan(target, texts, settings, num_tokens, store=store, seconds=seconds, **sizes)
+        settings = replace(settings, num_steps=plan.num_steps)
+        progress.on_plan(plan)
     trainer = Trainer(target, texts, settings, num_tokens=num_tokens, folder=working, store=store)
     trainer.run(on_step=progress.on_step if is_first else None)
     figures = trainer.measure()
@@ -150,14 +163,9 @@ def train_draft(
     return outcome
 
 
-def _plan(
-    target: CausalLM, texts: Sequence[Text], settings: TrainSettings, num_tokens: int, budget_bytes: int | None
-) -> Plan:
+def _state_bytes(target: CausalLM, texts: Sequence[Text], settings: TrainSettings) -> int:
     layers = settings.shape.config_for(target.config).target_layer_ids
-    needed = bytes_per_token(target, layers) * sum(len(text.token_ids) for text in texts)
-    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-    stored_bytes = 0 if budget_bytes is None else needed
-    return make_plan(target, texts, settings, num_tokens, stored_bytes=stored_bytes, num_ranks=num_ranks)
+    return bytes_per_token(target, layers) * sum(len(text.token_ids) for text in texts)
 
 
 def _make_store(

@@ -121,6 +121,8 @@ class TrainSettings:
     held_out_share: float = 0.05
     # Rows whose logits over the vocabulary are held at once, several times over. None: half a GB of fp32.
     loss_rows: int | None = None
+    # Whether the loss is fused by `torch.compile`: half a minute first, then steps over large vocabularies take less.
+    is_compiled: bool = False
     # Of activations: "bf16" or "fp32". Parameters are fp32.
     compute_dtype: str = "bf16"
     seed: int = 0

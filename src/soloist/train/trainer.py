@@ -96,6 +96,7 @@ class _Step(nn.Module):
             temperatures=temperatures[:, None, None].expand_as(batch.labels).flatten(),
             weights=weights,
             rows=s.loss_rows or max(LOGITS_AT_ONCE // self.lm_head.shape[0], 1),
+            is_compiled=s.is_compiled,
         )
 
 
@@ -106,6 +107,14 @@ def learning_rate(settings: TrainSettings, step: int) -> float:
         return settings.learning_rate * (step + 1) / warmup
     done = (step - warmup) / max(settings.num_steps - warmup, 1)
     return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def read_num_steps(folder: Path) -> int | None:
+    """Say how many steps the run has whose checkpoint is in a folder; None: there is none."""
+    if not (folder / STATE_NAME).is_file():
+        return None
+    with safe_open(folder / STATE_NAME, framework="pt") as file:
+        return int(json.loads(file.metadata()["settings"])["num_steps"])
 
 
 class Trainer:
