@@ -68,6 +68,16 @@ def test_a_context_that_does_not_fit_is_refused_with_the_largest_that_does(
         ModelRunner(model, max_context_len=100, max_width=4)
 
 
+def test_room_for_steps_and_prompts_is_left_beside_the_context(llama, monkeypatch: pytest.MonkeyPatch):
+    position_bytes = llama.footprint.kv_bytes_per_position
+    monkeypatch.setattr("soloist.runtime.runner._SCRATCH_BYTES", {"cpu": 40 * position_bytes})
+    monkeypatch.setattr("soloist.models.memory.free_bytes", lambda device: 100 * position_bytes)
+    # The cache alone would fit.
+    with pytest.raises(DoesNotFitError, match=r"a context of 61 tokens, with room to work,.* that fits is 60 tokens"):
+        ModelRunner(llama, max_context_len=61)
+    assert ModelRunner(llama, max_context_len=60).max_context_len == 60
+
+
 def test_padding_rows_of_the_head_are_cut_off(llama):
     runner = ModelRunner(llama, num_tokens=250)
     hidden = runner.forward(1)

@@ -69,8 +69,13 @@ class ModelRunner:
             raise UsageError(f"a context of {wanted} tokens; allowed: at least 2, one of prompt and one of answer")
         # A step that was enqueued behind the end of a full context still writes its T rows, from the last position on.
         overhang = max_width - 1
+        num_rows = wanted if wanted > limit else min(wanted + overhang, limit)
         try:
-            self.cache = model.make_cache(wanted if wanted > limit else min(wanted + overhang, limit), max_width)
+            if wanted <= limit and model.device.type in _SCRATCH_BYTES:
+                # With what steps and prompts take besides: it should be missing now rather than in the first answer.
+                needed = _fixed_bytes(model) + num_rows * _position_bytes(model)
+                memory.check_fits(needed, model.device, f"a context of {num_rows} tokens, with room to work,")
+            self.cache = model.make_cache(num_rows, max_width)
         except DoesNotFitError as error:
             raise DoesNotFitError(f"{error}; {_largest_context(model, overhang)}") from None
         self.max_context_len = min(wanted, self.cache.max_context_len - overhang)
@@ -201,13 +206,22 @@ class ModelRunner:
         return "the same tokens, run again in one piece, gave finite values everywhere"
 
 
+def _fixed_bytes(model: CausalLM) -> float:
+    """Give what one rank needs for a sequence of any length: recurrent state, and scratch of a step and of a prompt."""
+    footprint = model.footprint
+    state_bytes = (footprint.state_bytes + footprint.conv_state_bytes) / model.group.size
+    return state_bytes + _SCRATCH_BYTES.get(model.device.type, 0)
+
+
+def _position_bytes(model: CausalLM) -> float:
+    """Give what one rank keeps of a position."""
+    return model.footprint.kv_bytes_per_position / min(model.group.size, model.footprint.num_kv_shards)
+
+
 def _largest_context(model: CausalLM, overhang: int) -> str:
     """Say in words how many tokens of context fit beside the weights."""
-    footprint, group_size = model.footprint, model.group.size
-    room = memory.free_bytes(model.device) - _SCRATCH_BYTES.get(model.device.type, 0)
-    room -= (footprint.state_bytes + footprint.conv_state_bytes) / group_size
-    position_bytes = footprint.kv_bytes_per_position / min(group_size, footprint.num_kv_shards)
-    largest = int(room / position_bytes) - overhang
+    room = memory.free_bytes(model.device) - _fixed_bytes(model)
+    largest = int(room / _position_bytes(model)) - overhang
     return (
         f"the largest context that fits is {largest} tokens" if largest >= 2 else "no context fits beside the weights"
     )

@@ -1,0 +1,87 @@
+"""A GPU answers as the plain operators do in fp32 on a CPU, and what it says fits in its memory does."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from soloist.draft_check import near_tie
+from soloist.engine import Engine
+from soloist.errors import DoesNotFitError
+from soloist.hub import DEFAULT_MODEL, built_in_config, local_path
+from soloist.models import load_model
+from soloist.models.cache import StepKind
+from soloist.models.causal_lm import CausalLM
+from soloist.runtime.graph import Execution
+from soloist.runtime.runner import ModelRunner
+from soloist.sampling_params import SamplingParams
+from soloist.tokenizer import Tokenizer
+from tests.runtime.gpu_models import needs_gpu, prompt_of
+
+MAX_TOKENS = 64
+PROMPTS = ("The three laws of thermodynamics are", "def quicksort(items):\n", "Once upon a time,", "1, 2, 3, 4,")
+
+
+def likeliest(reference: CausalLM, ids: list[int], num_prompt: int, num_tokens: int) -> list[int]:
+    """Tokens that a model finds likeliest behind each part of a sequence, from its prompt on."""
+    cache = reference.make_cache(len(ids), 1)
+    with torch.inference_mode():
+        hidden = reference.forward(torch.tensor(ids), cache, StepKind.PREFILL)
+        return reference.compute_logits(hidden[num_prompt - 1 : -1])[:, :num_tokens].argmax(-1).tolist()
+
+
+def check_greedy_text(model: CausalLM, reference: CausalLM, prompt: list[int], num_tokens: int) -> int:
+    """Hold an answer to the reference's, up to the first near-tie; tokens up to there."""
+    runner = ModelRunner(model, max_context_len=len(prompt) + MAX_TOKENS, num_tokens=num_tokens, chunk_tokens=24)
+    engine = Engine(runner, eos_token_ids=(), execution=Execution.best_for(model.device))
+    answer = [t for result in engine.generate(prompt, SamplingParams(max_tokens=MAX_TOKENS)) for t in result.token_ids]
+    want = likeliest(reference, [*prompt, *answer], len(prompt), num_tokens)
+    at = next((i for i, (a, b) in enumerate(zip(answer, want, strict=True)) if a != b), None)
+    if at is None:
+        return len(answer)
+    tie = near_tie(model, reference, [*prompt, *answer[:at]], num_tokens)
+    assert tie["is_near_tie"], f"token {at} differs: {tie}"
+    return at
+
+
+@needs_gpu
+def test_greedy_text_on_a_gpu_is_that_of_the_reference(model: CausalLM, folder: Path, request: pytest.FixtureRequest):
+    family = request.node.callspec.params["model"]
+    reference = load_model(folder / family, dtype=torch.float32)
+    found = [check_greedy_text(model, reference, prompt_of(model, seed), model.config.vocab_size) for seed in range(4)]
+    print(family, found)
+
+
+@needs_gpu
+@pytest.mark.skipif(local_path(DEFAULT_MODEL) is None, reason="the default model is not on this machine")
+def test_greedy_text_of_the_default_model_on_a_gpu_is_that_of_the_reference():
+    path = local_path(DEFAULT_MODEL)
+    assert path is not None
+    tokenizer = Tokenizer.load(path)
+    model, reference = load_model(path, device="cuda"), load_model(path, dtype=torch.float32)
+    found = [check_greedy_text(model, reference, tokenizer.encode(text), tokenizer.num_tokens) for text in PROMPTS]
+    print("tokens up to a near-tie", found)
+    assert max(found) >= 16, "every answer parts at once: that is no matter of near-ties"
+
+
+@needs_gpu
+def test_the_largest_context_that_is_named_fits_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    """PyTorch may take no more than is said to be free, and an answer that fills the context is given."""
+    config = built_in_config("qwen2.5-coder-1.5b-instruct") | {"num_hidden_layers": 8}
+    model = load_model(config, device="cuda", weights="random")
+    total = torch.cuda.get_device_properties(0).total_memory
+    limit = torch.cuda.memory_allocated() + 2 * 2**30 + 100_000_000
+    monkeypatch.setattr("soloist.models.memory.free_bytes", lambda device: limit - torch.cuda.memory_allocated())
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(limit / total)
+    try:
+        with pytest.raises(DoesNotFitError, match="the largest context that fits is") as refused:
+            # Its cache alone is larger than what is free.
+            ModelRunner(model, max_context_len=32768, max_width=16)
+        largest = int(str(refused.value).rsplit("is ", 1)[1].split()[0])
+        engine = Engine(ModelRunner(model, max_context_len=largest, max_width=16), eos_token_ids=())
+        prompt = torch.randint(model.config.vocab_size, (largest - 20,)).tolist()
+        results = list(engine.generate(prompt, SamplingParams(max_tokens=20)))
+        assert sum(len(result.token_ids) for result in results) == 20
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
