@@ -1,9 +1,10 @@
 """Profile greedy generation by `transformers` on a GPU: is the line named that reads the stop condition in every token?
 
-`PYTHONPATH=src python3 benchmarks/profile_generate.py` decodes with two models of random weights: one that is wide and
-shallow, so that a token is more work for the GPU than for the host, and one of common shape, which a host cannot feed.
-What the read is said to cost is compared with what leaving it out saves: the same tokens, counted on the host. Needs
-transformers from 5.17 on, where one class reads. The last line is one JSON object.
+`PYTHONPATH=src python3 benchmarks/profile_generate.py [--out FOLDER]` decodes with two models of random weights: one
+that is wide and shallow, so that a token is more work for the GPU than for the host, and one of common shape, which a host
+cannot feed. What the read is said to cost is compared with what leaving it out saves: the same tokens, counted on the
+host. Needs transformers from 5.17 on, where one class reads. The last line is one JSON object; the folder gets it too,
+with the recordings.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,11 +23,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsP
 from transformers.generation.utils import StopCheck
 
 from soloist.profiler import in_words, watch
+from soloist.profiler.kineto import save_trace
 from soloist.profiler.report import as_json
 
 PROMPT_TOKENS = 16
 NUM_TOKENS = 100
-ROUNDS = 5
+ROUNDS = 7
 WATCHED_STEPS = 24
 COMMON = {"vocab_size": 32000, "max_position_embeddings": 1024, "pad_token_id": 0, "bos_token_id": 1}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -114,11 +117,13 @@ def measure_loss(model: LlamaForCausalLM, num_tokens: int) -> dict[str, Any]:
     }
 
 
-def profile(model: LlamaForCausalLM) -> dict[str, Any]:
-    """Record decoding and say what it waits for."""
+def profile(model: LlamaForCausalLM, trace: Path | None) -> dict[str, Any]:
+    """Record decoding and say what it waits for; `trace` is where the recording is kept."""
     with watch(num_steps=WATCHED_STEPS) as watched:
         generate(model, 4 * WATCHED_STEPS, [Mark(watched)])
     analysis = watched.analysis
+    if trace is not None:
+        save_trace(watched.trace, trace)
     print(in_words(analysis), flush=True)
     figures = as_json([analysis])["processes"][0]
     keys = ("origin", "num_steps", "step_ms", "busy_ms", "idle_share", "syncs_per_step", "blocked_ms", "loss_ms")
@@ -139,6 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["wide", "common"])
     parser.add_argument("--tokens", type=int, default=NUM_TOKENS)
+    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     result: dict[str, Any] = {
@@ -154,13 +160,15 @@ def main() -> None:
             generate(model, 8)
         found: dict[str, Any] = measure_loss(model, arguments.tokens)
         if device == "cuda":
-            found["profile"] = profile(model)
+            found["profile"] = profile(model, arguments.out and arguments.out / f"generate-{shape}.json.gz")
             named = {wait["where"] for wait in found["profile"]["waits"] if wait["count"] >= 0.5}
             found["is_named"] = result["stop_line"] in named
             found["loss_to_real_loss"] = found["profile"]["loss_ms"] / found["real_loss_ms"]
         result[shape] = found
         print(json.dumps({shape: found}), flush=True)
         del model
+    if arguments.out is not None:
+        (arguments.out / "profile-generate.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result))
 
 

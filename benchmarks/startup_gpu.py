@@ -23,12 +23,16 @@ PROMPT = " ".join(str(17 * i % 1000) for i in range(1, 101))
 LENGTHS = (1, 2, 5, 16, 17, 100, 129, 1000, 2049, 5000)
 
 
+def in_cache(cache: Path) -> dict[str, str]:
+    """Give an environment in which every compiler keeps its code in a folder."""
+    return os.environ | {"TRITON_CACHE_DIR": str(cache / "triton"), "XDG_CACHE_HOME": str(cache)}
+
+
 def start(cache: Path, model: str) -> dict[str, float]:
     """Run the command once: seconds to the first token, and to the end."""
     words = ["-c", MAIN, "run", "-m", model, "--weights", "random", "--device", "cuda", "-n", "16", PROMPT]
-    environment = os.environ | {"TRITON_CACHE_DIR": str(cache)}
     begin_s = time.perf_counter()
-    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, env=environment)
+    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, env=in_cache(cache))
     assert process.stdout is not None
     first = process.stdout.read(1)
     first_s = time.perf_counter() - begin_s
@@ -39,9 +43,11 @@ def start(cache: Path, model: str) -> dict[str, float]:
 
 def phases(cache: Path, model: str) -> dict[str, Any]:
     """Run the second program."""
-    environment = os.environ | {"TRITON_CACHE_DIR": str(cache)}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, "--phases", model], capture_output=True, text=True, env=environment
+        [sys.executable, "-W", "ignore", __file__, "--phases", model],
+        capture_output=True,
+        text=True,
+        env=in_cache(cache),
     )
     if done.returncode:
         sys.exit(done.stderr[-3000:])
@@ -114,6 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200"))
     parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--commit", help="where git is not there to ask")
     parser.add_argument("--phases", metavar="MODEL", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.phases:
@@ -125,11 +132,32 @@ def main() -> None:
         for _ in range(3):
             starts.append(start(Path(first), arguments.model))
             print("cold" if len(starts) == 1 else "warm", starts[-1], flush=True)
-        result = {"case": "startup", "model": arguments.model, "starts": starts}
+        cold, *warm = (run["first_token_s"] for run in starts)
+        details: dict[str, Any] = {"cold_first_token_s": cold, "warm_first_token_s": min(warm), "starts": starts}
+        write(arguments, details)
         for name in ("cold", "warm"):
-            result[name] = phases(Path(second), arguments.model)
-            short = {key: value for key, value in result[name].items() if not key.startswith("compiled_")}
+            details[name] = phases(Path(second), arguments.model)
+            short = {key: value for key, value in details[name].items() if not key.startswith("compiled_")}
             print(name, json.dumps(short), flush=True)
+            write(arguments, details)
+
+
+def write(arguments: argparse.Namespace, details: dict[str, Any]) -> None:
+    """Write what is measured so far in the form that all results share."""
+    import torch
+
+    from soloist.bench.results import Result
+
+    result = Result(
+        case="startup",
+        model=arguments.model,
+        device=torch.cuda.get_device_name(),
+        command=" ".join(["python", *sys.argv]),
+        weights="random",
+        dtype="bfloat16",
+        details=details,
+    ).to_json()
+    result |= {"commit": arguments.commit} if arguments.commit else {}
     (arguments.out / "startup.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
