@@ -1,5 +1,6 @@
-// What a CUDA C++ kernel needs, on a CPU: programs run one after the other, each thread is a fiber, which goes on at a barrier once the
-// others of its warp, or of the program, have come to it. Included before a kernel's source.
+// What a CUDA C++ kernel needs, on a CPU: programs, or clusters of them, run one after the other, each thread is a fiber,
+// which goes on at a barrier once the others of its warp, of the program, or of the cluster, have come to it. Included
+// before a kernel's source.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -10,8 +11,14 @@
 #define __global__
 #define __device__
 #define __launch_bounds__(...)
-#define __shared__ static
-#define DYNAMIC_SHARED(type, name) static type name[1 << 16]
+#define __cluster_dims__(...)
+#define __align__(n) __attribute__((aligned(n)))
+// One program's at a time: exchanged when another program goes on.
+#define __shared__ static __attribute__((section("shared_memory"), used))
+#define DYNAMIC_SHARED(type, name) __shared__ type name[(227 << 10) / sizeof(type)]
+extern char __start_shared_memory[], __stop_shared_memory[];
+// So that the section exists.
+__shared__ int cpu_first_shared;
 
 using std::max;
 using std::min;
@@ -109,6 +116,23 @@ static void multiply_tile(float* c, unsigned a0, unsigned a1, unsigned a2, unsig
     cpu_warps[warp].wait();
 }
 
+// Four tiles of 8 x 8 bf16: lane l has the address of row l % 8 of tile l / 8, and gets two neighbours of row l / 4 of each.
+static std::vector<const unsigned short*> cpu_rows;
+static void cpu_load_tiles(unsigned* x, const void* row, bool is_transposed) {
+    const int me = threadIdx.x, warp = me / 32, g = me % 32 / 4, piece = me % 4;
+    cpu_rows.resize(max(cpu_rows.size(), cpu_exchange.size()));
+    cpu_rows[me] = (const unsigned short*)row;
+    cpu_warps[warp].wait();
+    for (int tile = 0; tile < 4; ++tile) {
+        const auto* rows = &cpu_rows[warp * 32 + 8 * tile];
+        x[tile] = is_transposed ? rows[2 * piece][g] | rows[2 * piece + 1][g] << 16
+                                : rows[g][2 * piece] | rows[g][2 * piece + 1] << 16;
+    }
+    cpu_warps[warp].wait();
+}
+static void load_tiles(unsigned* x, const void* row) { cpu_load_tiles(x, row, false); }
+static void load_transposed_tiles(unsigned* x, const void* row) { cpu_load_tiles(x, row, true); }
+
 static void (*cpu_body)();
 static std::vector<char> cpu_is_done;
 static void cpu_main() {
@@ -118,45 +142,109 @@ static void cpu_main() {
     swapcontext(&cpu_fibers[me], &cpu_scheduler);
 }
 
-// Runs `body` in every thread of one program.
-static void cpu_run(int threads, void (*body)()) {
-    static std::vector<std::vector<char>> stacks;
-    stacks.assign(threads, std::vector<char>(1 << 16));
+// A program of a cluster while another one runs.
+struct CpuResting {
+    std::vector<ucontext_t> fibers;
+    std::vector<std::vector<char>> stacks;
+    std::vector<char> is_done, shared;
+    std::vector<CpuBarrier> warps;
+    std::vector<unsigned> exchange;
+    std::vector<CpuFragments> fragments;
+    CpuBarrier program;
+    // Of each thread: the cluster's barrier that it has come to, and whether it waits there.
+    std::vector<int> round;
+    std::vector<char> is_waiting;
+};
+static std::vector<CpuResting> cpu_cluster;
+static int cpu_program_of_cluster;
+static CpuBarrier cpu_cluster_barrier;
+
+static void arrive_at_cluster() {
+    CpuBarrier& b = cpu_cluster_barrier;
+    cpu_cluster[cpu_program_of_cluster].round[threadIdx.x] = b.round;
+    if (++b.count == b.size) { b.count = 0; ++b.round; }
+}
+static void wait_for_cluster() {
+    const int me = threadIdx.x;
+    CpuResting& mine = cpu_cluster[cpu_program_of_cluster];
+    for (; mine.round[me] == cpu_cluster_barrier.round; cpu_yield()) mine.is_waiting[me] = 1;
+    mine.is_waiting[me] = 0;
+}
+static void store_to_peer(float* p, int program, float x) {
+    if (program == cpu_program_of_cluster) *p = x;
+    else std::memcpy(&cpu_cluster[program].shared[(char*)p - __start_shared_memory], &x, sizeof x);
+}
+
+// Makes a program of the cluster the one that runs, or puts it back.
+static void cpu_exchange_resting(CpuResting& p) {
+    std::swap(p.fibers, cpu_fibers);
+    std::swap(p.is_done, cpu_is_done);
+    std::swap(p.warps, cpu_warps);
+    std::swap(p.exchange, cpu_exchange);
+    std::swap(p.fragments, cpu_fragments);
+    std::swap(p.program, cpu_program);
+    std::swap_ranges(p.shared.begin(), p.shared.end(), __start_shared_memory);
+}
+
+// Runs `body` in every thread of one cluster.
+static void cpu_run(int programs, int threads, void (*body)()) {
+    const int first_block = blockIdx.x;
     cpu_body = body;
-    cpu_fibers.assign(threads, {});
-    cpu_is_done.assign(threads, 0);
-    cpu_exchange.assign(threads, 0);
-    cpu_fragments.assign(threads, {});
-    cpu_program = {threads};
-    cpu_warps.assign(threads / 32, {32});
-    for (int i = 0; i < threads; ++i) {
-        getcontext(&cpu_fibers[i]);
-        cpu_fibers[i].uc_stack.ss_sp = stacks[i].data();
-        cpu_fibers[i].uc_stack.ss_size = stacks[i].size();
-        makecontext(&cpu_fibers[i], cpu_main, 0);
+    cpu_cluster.resize(programs);
+    cpu_cluster_barrier = {programs * threads};
+    for (CpuResting& p : cpu_cluster) {
+        p.fibers.assign(threads, {});
+        p.stacks.resize(threads, std::vector<char>(1 << 16));
+        p.is_done.assign(threads, 0);
+        p.warps.assign(threads / 32, {32});
+        p.exchange.assign(threads, 0);
+        p.fragments.assign(threads, {});
+        p.program = {threads};
+        p.round.assign(threads, 0);
+        p.is_waiting.assign(threads, 0);
+        // Nothing is there before a program writes it.
+        p.shared.assign(__stop_shared_memory - __start_shared_memory, (char)0xff);
+        for (int i = 0; i < threads; ++i) {
+            getcontext(&p.fibers[i]);
+            p.fibers[i].uc_stack.ss_sp = p.stacks[i].data();
+            p.fibers[i].uc_stack.ss_size = p.stacks[i].size();
+            makecontext(&p.fibers[i], cpu_main, 0);
+        }
     }
     for (bool is_busy = true; is_busy;) {
         is_busy = false;
-        for (int i = 0; i < threads; ++i)
-            if (!cpu_is_done[i]) {
-                is_busy = true;
-                threadIdx.x = i;
-                swapcontext(&cpu_scheduler, &cpu_fibers[i]);
+        for (cpu_program_of_cluster = 0; cpu_program_of_cluster < programs; ++cpu_program_of_cluster) {
+            CpuResting& p = cpu_cluster[cpu_program_of_cluster];
+            blockIdx.x = first_block + cpu_program_of_cluster;
+            cpu_exchange_resting(p);
+            // Until all threads are done or wait for the cluster.
+            for (bool goes_on = true; goes_on;) {
+                goes_on = false;
+                for (int i = 0; i < threads; ++i) {
+                    if (cpu_is_done[i]) continue;
+                    threadIdx.x = i;
+                    swapcontext(&cpu_scheduler, &cpu_fibers[i]);
+                    goes_on |= !cpu_is_done[i] && !p.is_waiting[i];
+                    is_busy |= !cpu_is_done[i];
+                }
             }
+            cpu_exchange_resting(p);
+        }
     }
+    blockIdx.x = first_block;
 }
 
 template <class... A, size_t... I> static void cpu_call(void (*f)(A...), void** values, std::index_sequence<I...>) {
     f(*static_cast<A*>(values[I])...);
 }
 
-// Launches a kernel of `programs` programs, with the addresses of its arguments.
-template <class... A> static void cpu_launch(void (*kernel)(A...), int programs, int threads, void** values) {
+// Launches a kernel of `programs` programs, `cluster` of them side by side, with the addresses of its arguments.
+template <class... A> static void cpu_launch(void (*kernel)(A...), int programs, int cluster, int threads, void** values) {
     static void (*f)(A...);
     static void** v;
     f = kernel;
     v = values;
     gridDim.x = programs;
-    for (blockIdx.x = 0; blockIdx.x < programs; ++blockIdx.x)
-        cpu_run(threads, [] { cpu_call(f, v, std::index_sequence_for<A...>{}); });
+    for (blockIdx.x = 0; blockIdx.x < programs; blockIdx.x += cluster)
+        cpu_run(cluster, threads, [] { cpu_call(f, v, std::index_sequence_for<A...>{}); });
 }

@@ -3,14 +3,6 @@
 // those into a rank's own memory at the latest when the kernel has ended, those into a peer's at any time after that.
 #include "cuda_on_cpu.h"
 
-#undef __shared__
-// One program's at a time: exchanged when another program goes on.
-#define __shared__ static __attribute__((section("shared_memory"), used))
-extern char __start_shared_memory[], __stop_shared_memory[];
-
-// So that the section exists.
-__shared__ int cpu_first_shared;
-
 struct CpuStore { unsigned* p; unsigned x; int rank; bool is_own; };
 struct CpuProgram {
     int block, num_left;

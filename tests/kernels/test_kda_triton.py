@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from soloist.kernels import kda, kda_verify_cuda
+from soloist.kernels import kda, kda_commit_cuda, kda_verify_cuda
 from soloist.kernels.launch import IS_INTERPRETED, arrival_counters, programmatic_launch
 from tests.kernels import cuda_on_cpu
 from tests.kernels.device import DEVICE, DTYPE, launch_kernels, nan_in_fresh_memory, rand, split_rows
@@ -28,8 +28,9 @@ LENGTHS = (2, 16, 17, 70) if IS_INTERPRETED else range(1, 71)
 def _kernels_in_memory_of_nan(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     launch_kernels(monkeypatch, kda)
     if IS_INTERPRETED:
-        monkeypatch.setattr(kda_verify_cuda, "load_kernel", cuda_on_cpu.load_kernel)
-        monkeypatch.setattr(kda_verify_cuda, "launch", cuda_on_cpu.launch)
+        for module in (kda_commit_cuda, kda_verify_cuda):
+            monkeypatch.setattr(module, "load_kernel", cuda_on_cpu.load_kernel)
+            monkeypatch.setattr(module, "launch", cuda_on_cpu.launch)
     with nan_in_fresh_memory():
         yield
 

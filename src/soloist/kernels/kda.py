@@ -25,7 +25,7 @@ from soloist.kernels.check import FLOATS, expect, use_reference
 from soloist.kernels.launch import HAS_TRITON
 
 if HAS_TRITON:
-    from soloist.kernels import kda_prompt_triton, kda_triton, kda_verify_cuda
+    from soloist.kernels import kda_commit_cuda, kda_prompt_triton, kda_triton, kda_verify_cuda
 from soloist.kernels.norm import gated_rms_norm_ref
 
 # Rows that one triangular system ties together, and rows whose decays are formed pair by pair.
@@ -469,4 +469,4 @@ def kda_commit(
     if use_reference(state):
         kda_commit_ref(state, conv, *kept, num_rows)
     else:
-        kda_triton.commit(state, conv, *kept, num_rows)
+        kda_commit_cuda.commit(state, conv, *kept, num_rows)

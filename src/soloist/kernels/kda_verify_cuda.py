@@ -1,8 +1,10 @@
-"""Verification of Kimi Delta Attention in CUDA C++: one program per head; equations and references in `kernels/kda.py`.
+"""Verification of Kimi Delta Attention in CUDA C++; equations and references are in `kernels/kda.py`.
 
-All of a head's value channels in one program need no exchange between programs for the norm, and its state is on its
-way before the rows are there. With T <= 16 rows nothing is large enough for tensor cores to be worth the exchanges
-around them: rows are solved by forward substitution, a value channel a thread, and sums are fp32 throughout.
+The value channels of a head are shared by the programs of a cluster, each with its part of the frozen state on the way
+before the rows are there. What depends on keys alone, each does for itself: convolutions, decays and the T x T products
+of rows cost less than an exchange. A program's channels meet the state on tensor cores, operands split into bf16 parts:
+two give a product 17 bits, three those of fp32. Rows are then solved by forward substitution, a value channel a lane,
+and the norm's sums of squares are the only thing that programs exchange.
 
 Source: Kimi Linear (arXiv 2510.26692), equations of the WY form, from a frozen state.
 """
@@ -15,39 +17,64 @@ from soloist.kernels.nvrtc import PRELUDE, launch, load_kernel
 
 # Most rows of a step.
 MAX_ROWS = 16
-# Threads that share a value channel.
-_PARTS = 4
+# Value channels of a program, and programs of a cluster, at most.
+_MAX_CHANNELS = 32
+_MAX_PROGRAMS = 8
 
 _SOURCE = (
     PRELUDE
     + r"""
-constexpr int THREADS = V * PARTS, WARPS = THREADS / 32, PART = K / PARTS;
+// A program's value channels, and its eights of them, a warp each.
+constexpr int CHANNELS = V / CLUSTER, TILES = CHANNELS / 8;
+// A key channel, a query channel or a value channel a thread.
+constexpr int JOB_WARPS = (2 * K + CHANNELS + 31) / 32, WARPS = JOB_WARPS < 4 ? 4 : JOB_WARPS, THREADS = 32 * WARPS;
 constexpr int C = NUM_HEADS * (2 * K + V);
-// Rows of keys by parts: neighbouring parts lie in other banks.
-constexpr int STRIDE = PARTS * (PART + 4);
+// The operand of queries, then keys: rows of each.
+constexpr int HALF = ROWS <= 8 ? 8 : 16;
+// A row of bf16 whose neighbours lie in other banks.
+constexpr int STRIDE = (2 * K + 95) / 128 * 64 + 16;
 
 #ifdef IS_FP32
 typedef float element;
+constexpr int PARTS = 3;
 __device__ float to_float(element x) { return x; }
 __device__ element to_element(float x) { return x; }
 #else
 typedef unsigned short element;
+constexpr int PARTS = 2;
 __device__ float to_float(element bits) { return __uint_as_float(unsigned(bits) << 16); }
 __device__ element to_element(float x) { return (element)to_bf16(x); }
 #endif
 
+#ifdef __CUDACC__
+__device__ void multiply_tile(float* c, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// A barrier of the cluster, in two halves.
+__device__ void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Stores where another program of the cluster has what is at `mine` here.
+__device__ void store_to_peer(float* mine, int program, float x) {
+    unsigned theirs;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+                 : "=r"(theirs) : "r"((unsigned)__cvta_generic_to_shared(mine)), "r"(program));
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(theirs), "f"(x) : "memory");
+}
+#endif
+
 // The log decay: bounded below (Ling) or not (Kimi).
-__device__ float log_decay(float drive, float a_log) {
+__device__ float log_decay(float drive, float rate) {
 #ifdef LOWER_BOUND
-    return LOWER_BOUND * sigmoid(expf(a_log) * drive);
+    return LOWER_BOUND * sigmoid(rate * drive);
 #else
-    return -expf(a_log) * (drive > 20.f ? drive : log1pf(expf(drive)));
+    return -rate * (drive > 20.f ? drive : log1pf(expf(drive)));
 #endif
 }
 
-__device__ int place(int d) { return d / PART * (PART + 4) + d % PART; }
-
-// All 2 * O values of a lane are summed over the lanes; with O = 16 lane l gets the sum of value l.
+// All 2 * O values of a lane are summed over 2 * O lanes; lane l gets the sum of value l % (2 * O).
 template <int O> __device__ float sums_by_lane(float* x) {
 #pragma unroll
     for (int i = 0; i < O; ++i) {
@@ -59,178 +86,264 @@ template <int O> __device__ float sums_by_lane(float* x) {
     return x[0];
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+struct Four { float x[4]; };
+__device__ Four load_four(const float* p) {
+    const uint4 four = *(const uint4*)p;
+    return {__uint_as_float(four.x), __uint_as_float(four.y), __uint_as_float(four.z), __uint_as_float(four.w)};
+}
+#ifndef IS_FP32
+__device__ Four load_four(const element* p) {
+    const uint2 pairs = *(const uint2*)p;
+    return {low(pairs.x), high(pairs.x), low(pairs.y), high(pairs.y)};
+}
+#endif
+__device__ float dot(const Four& a, const Four& b) {
+    return a.x[0] * b.x[0] + a.x[1] * b.x[1] + a.x[2] * b.x[2] + a.x[3] * b.x[3];
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS)
 kda_verify(const element* qkv, const element* f, const element* gate, const element* b, const element* conv_w,
            const float* a_log, const float* dt_bias, const element* o_norm, const float* state, const element* conv,
            float* verify_k, float* verify_u, float* verify_g, element* verify_conv, element* out, int T,
            int qkv_stride, int f_stride, int gate_stride, int b_stride, float eps, float scale) {
-    const int head = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    __shared__ uint4 keys[2][ROWS][STRIDE / 4];
-    __shared__ float g[ROWS][K], v[ROWS][V + 1];
-    float(*q)[STRIDE] = (float(*)[STRIDE])keys[0], (*k)[STRIDE] = (float(*)[STRIDE])keys[1];
-    // [i][j]: beta_i sum_d k_i exp(G_i - G_j) k_j below the diagonal; the same with q_i, without beta, on it too.
-    __shared__ float lower[ROWS][ROWS], scores[ROWS][ROWS], beta[ROWS];
+    const int head = blockIdx.x / CLUSTER, program = blockIdx.x % CLUSTER, first = program * CHANNELS;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, piece = lane % 4;
+    // Rows as they come from the convolution, without the factors of their norms; decay of each.
+    __shared__ __align__(16) element q[ROWS][K], k[ROWS][K];
+    __shared__ __align__(16) float decay[ROWS][K];
+    // Queries, then keys, decayed from the start: what meets the state. PARTS of bf16, the largest first.
+    DYNAMIC_SHARED(uint4, dynamic);
+    auto& meets = *(unsigned short(*)[PARTS][2 * HALF][STRIDE])dynamic;
+    __shared__ float met[2 * HALF][CHANNELS + 8], v[ROWS][CHANNELS];
+    // [j][i]: k_i exp(G_i - G_j) k_j, i > j; q_i exp(G_i - G_j) k_j, i >= j.
+    __shared__ __align__(16) float of_keys[ROWS][ROWS], of_queries[ROWS][ROWS];
+    __shared__ float squares[K / 8][16], q_factor[ROWS], k_factor[ROWS], beta[ROWS], sums[CLUSTER][ROWS];
 
-    // The frozen state: a step's end wrote it, so it may be read before the wait.
-    const int channel = threadIdx.x / PARTS, part = threadIdx.x % PARTS;
-    float s[PART];
+    arrive_at_cluster();
+    // The frozen state and the window: a step's end wrote them, so they may be read before the wait.
+    float s[K / 4];
+    if (warp < TILES)
 #pragma unroll
-    for (int i = 0; i < PART; i += 4) {
-        const uint4 four = *(const uint4*)(state + ((size_t)head * V + channel) * K + part * PART + i);
-        s[i] = __uint_as_float(four.x), s[i + 1] = __uint_as_float(four.y);
-        s[i + 2] = __uint_as_float(four.z), s[i + 3] = __uint_as_float(four.w);
-    }
+        for (int i = 0; i < K / 4; i += 4) {
+            const Four four = load_four(state + ((size_t)head * V + first + 8 * warp + g) * K + 4 * i + 4 * piece);
+#pragma unroll
+            for (int n = 0; n < 4; ++n) s[i + n] = four.x[n];
+        }
+    const int job = threadIdx.x, d = job % K;
+    const bool is_query = job < K, is_row = job < 2 * K, is_value = !is_row && job < 2 * K + CHANNELS;
+    const int c = is_query ? head * K + d
+                : is_row   ? NUM_HEADS * K + head * K + d
+                           : 2 * NUM_HEADS * K + head * V + first + (is_value ? job - 2 * K : 0);
+    float taps[4], window[ROWS + 3];
+#pragma unroll
+    for (int tap = 0; tap < 4; ++tap) taps[tap] = to_float(conv_w[c * 4 + tap]);
+#pragma unroll
+    for (int t = 0; t < 3; ++t) window[t] = to_float(conv[t * C + c]);
+    const float rate = expf(a_log[head]), bias = dt_bias[head * K + d];
+    const bool is_channel = lane < CHANNELS;
+    const float of_norm = is_channel ? to_float(o_norm[first + lane]) : 0.f;
     wait_for_producers();
     let_consumers_start();
 
-    // Convolution, SiLU, decay: a channel a thread, rows in turn.
-    for (int i = threadIdx.x; i < 3 * K + V; i += THREADS) {
-        if (i >= 2 * K + V) {
-            const int d = i - 2 * K - V;
-            const float a = a_log[head], bias = dt_bias[head * K + d];
-            float drive[ROWS];
+    element raw[ROWS];
+    float drive[ROWS], of_gate[4];
 #pragma unroll
-            for (int t = 0; t < ROWS; ++t)
-                drive[t] = t < T ? to_float(f[(size_t)t * f_stride + head * K + d]) + bias : 0.f;
+    for (int t = 0; t < ROWS; ++t) {
+        raw[t] = t < T ? qkv[(size_t)t * qkv_stride + c] : to_element(0.f);
+        drive[t] = is_row && t < T ? to_float(f[(size_t)t * f_stride + head * K + d]) : 0.f;
+    }
+    // The last phase: four rows a warp, a value channel a lane.
 #pragma unroll
-            for (int t = 0; t < ROWS; ++t) {
-                g[t][d] = t < T ? log_decay(drive[t], a) : 0.f;
-                if (t < T) verify_g[((size_t)t * NUM_HEADS + head) * K + d] = g[t][d];
+    for (int r = 0; r < 4; ++r) {
+        const int t = 4 * warp + r;
+        of_gate[r] = is_channel && t < T ? to_float(gate[(size_t)t * gate_stride + head * V + first + lane]) : 0.f;
+    }
+    if (job < ROWS) beta[job] = job < T ? sigmoid(to_float(b[job * b_stride + head])) : 0.f;
+    float square[16], from_start = 1.f;
+#pragma unroll
+    for (int t = ROWS; t < 16; ++t) square[t] = 0.f;
+#pragma unroll
+    for (int t = 0; t < ROWS; ++t) {
+        window[t + 3] = to_float(raw[t]);
+        float y = window[t] * taps[0] + window[t + 1] * taps[1] + window[t + 2] * taps[2] + window[t + 3] * taps[3];
+        const element rounded = to_element(y * sigmoid(y));
+        y = to_float(rounded);
+        square[t] = y * y;
+        // What every program has, each row's is kept by one.
+        const bool keeps = t < T && (!is_row || t % CLUSTER == program);
+        if (keeps && (is_row || is_value)) verify_conv[(size_t)t * C + c] = raw[t];
+        if (is_row) {
+            const float log = log_decay(drive[t] + bias, rate), own = exponential(log);
+            from_start *= own;
+            (is_query ? q : k)[t][d] = rounded;
+            if (!is_query) {
+                decay[t][d] = own;
+                if (keeps) verify_g[((size_t)t * NUM_HEADS + head) * K + d] = log;
             }
-            continue;
-        }
-        const int c = i < K ? head * K + i : i < 2 * K ? NUM_HEADS * K + head * K + i - K
-                                                      : 2 * NUM_HEADS * K + head * V + i - 2 * K;
-        float w[4], window[ROWS + 3];
-        element raw[ROWS];
+            float rest = y * from_start;
 #pragma unroll
-        for (int tap = 0; tap < 4; ++tap) w[tap] = to_float(conv_w[c * 4 + tap]);
-#pragma unroll
-        for (int t = 0; t < 3; ++t) window[t] = to_float(conv[t * C + c]);
-#pragma unroll
-        for (int t = 0; t < ROWS; ++t) {
-            raw[t] = t < T ? qkv[(size_t)t * qkv_stride + c] : to_element(0.f);
-            window[t + 3] = to_float(raw[t]);
-        }
-#pragma unroll
-        for (int t = 0; t < ROWS; ++t) {
-            if (t < T) verify_conv[(size_t)t * C + c] = raw[t];
-            float y = window[t] * w[0] + window[t + 1] * w[1] + window[t + 2] * w[2] + window[t + 3] * w[3];
-            y = t < T ? to_float(to_element(y * sigmoid(y))) : 0.f;
-            if (i < K) q[t][place(i)] = y;
-            else if (i < 2 * K) k[t][place(i - K)] = y;
-            else v[t][i - 2 * K] = y;
-        }
+            for (int part = 0; part < PARTS; ++part) {
+                const unsigned bits = to_bf16(rest);
+                meets[part][(is_query ? 0 : HALF) + t][d] = (unsigned short)bits;
+                rest -= low(bits);
+            }
+        } else if (is_value) v[t][job - 2 * K] = y;
     }
-    for (int t = threadIdx.x; t < ROWS; t += THREADS) beta[t] = t < T ? sigmoid(to_float(b[t * b_stride + head])) : 0.f;
-    __syncthreads();
-
-    // Norms: a row a warp.
-    for (int t = warp; t < ROWS; t += WARPS) {
-        float of_q = 0.f, of_k = 0.f;
-        for (int d = lane; d < K; d += 32) {
-            of_q += q[t][place(d)] * q[t][place(d)];
-            of_k += k[t][place(d)] * k[t][place(d)];
-        }
-        of_q = rsqrtf(sum_of_lanes(of_q) + 1e-6f) * scale;
-        of_k = rsqrtf(sum_of_lanes(of_k) + 1e-6f);
-        for (int d = lane; d < K; d += 32) {
-            q[t][place(d)] *= of_q;
-            k[t][place(d)] *= of_k;
-            if (t < T) verify_k[((size_t)t * NUM_HEADS + head) * K + d] = k[t][place(d)];
-        }
+    if (is_row) {
+        // Of 16 channels; a lane gets a row.
+        const float sum = sums_by_lane<8>(square);
+        squares[job / 16][lane % 16] = sum;
     }
     __syncthreads();
 
-    // Pairs of rows: a warp has row j and all later rows i. G_i - G_j is summed up from j: never a positive exponent,
-    // nor a difference of large sums.
-    for (int j = warp; j < ROWS; j += WARPS) {
-        float pairs[32];
+    if (warp < TILES) {
+        // (q, k) S: the products run over keys in another order, the same in both operands.
+        float sum[HALF / 8][PARTS][4] = {};
 #pragma unroll
-        for (int i = 0; i < 32; ++i) pairs[i] = 0.f;
-        for (int d = lane; d < K; d += 32) {
-            const float of_j = k[j][place(d)];
-            float sum = 0.f;
+        for (int i = 0; i < K / 4; i += 4) {
+            unsigned low_keys[PARTS], high_keys[PARTS];
 #pragma unroll
-            for (int i = 0; i < ROWS; ++i)
-                if (i >= j && i < T) {
-                    if (i > j) sum += g[i][d];
-                    const float meets = exponential(sum) * of_j;
-                    pairs[i] += k[i][place(d)] * meets;
-                    pairs[16 + i] += q[i][place(d)] * meets;
+            for (int part = 0; part < PARTS; ++part) {
+                unsigned bits[4];
+#pragma unroll
+                for (int n = 0; n < 4; ++n) {
+                    bits[n] = to_bf16(s[i + n]);
+                    s[i + n] -= low(bits[n]);
+                }
+                low_keys[part] = bits[0] | bits[1] << 16;
+                high_keys[part] = bits[2] | bits[3] << 16;
+            }
+#pragma unroll
+            for (int m = 0; m < HALF / 8; ++m)
+#pragma unroll
+                for (int part = 0; part < PARTS; ++part) {
+                    const uint2 x = *(const uint2*)&meets[part][16 * m + g][4 * i + 4 * piece];
+                    const uint2 y = *(const uint2*)&meets[part][16 * m + g + 8][4 * i + 4 * piece];
+#pragma unroll
+                    for (int other = 0; part + other < PARTS; ++other)
+                        multiply_tile(sum[m][part + other], x.x, y.x, x.y, y.y, low_keys[other], high_keys[other]);
                 }
         }
-        const float sum = sums_by_lane<16>(pairs);
-        const int i = lane % 16;
-        if (i < ROWS) {
-            if (lane < 16) lower[i][j] = i > j ? beta[i] * sum : 0.f;
-            else scores[i][j] = i >= j ? sum : 0.f;
-        }
-    }
-    __syncthreads();
-    // From here on q and k are what meets the state: decayed from the start. A channel a thread.
-    for (int i = threadIdx.x; i < 2 * K; i += THREADS) {
-        float* rows = (i < K ? q[0] : k[0]) + place(i % K);
-        float sum = 0.f;
 #pragma unroll
-        for (int t = 0; t < ROWS; ++t) {
-            sum += g[t][i % K];
-            rows[t * STRIDE] *= exponential(sum);
+        for (int m = 0; m < HALF / 8; ++m)
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+                float all = 0.f;
+#pragma unroll
+                for (int part = PARTS - 1; part >= 0; --part) all += sum[m][part][n];
+                met[16 * m + g + n / 2 * 8][8 * warp + 2 * piece + n % 2] = all;
+            }
+    }
+    if (warp == WARPS - 1 && lane < ROWS) {
+        float of_q = 0.f, of_k = 0.f;
+#pragma unroll
+        for (int i = 0; i < K / 16; ++i) {
+            of_q += squares[i][lane];
+            of_k += squares[K / 16 + i][lane];
+        }
+        q_factor[lane] = rsqrtf(of_q + 1e-6f) * scale;
+        k_factor[lane] = rsqrtf(of_k + 1e-6f);
+    }
+    // Pairs of rows: a warp has the rows j and j + 1 and all later rows i. What decays from j to i is a product of
+    // single rows' decays: right for any decay.
+    for (int j = 2 * ((warp + WARPS - TILES) % WARPS); j < T; j += 2 * WARPS) {
+        const bool has_keys = 4 * lane < K;
+        const int at = has_keys ? 4 * lane : 0;
+        float of_first[2 * HALF], of_second[2 * HALF];
+#pragma unroll
+        for (int n = 0; n < 2 * HALF; ++n) of_first[n] = of_second[n] = 0.f;
+        Four one = load_four(&k[j][at]), two = load_four(&k[j + 1][at]);
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            one.x[n] = has_keys ? one.x[n] : 0.f;
+            two.x[n] = has_keys ? two.x[n] : 0.f;
+        }
+        Four key = one, query = load_four(&q[j][at]), own = one;
+#pragma unroll
+        for (int o = 0; o < ROWS; ++o) {
+            const int next = min(j + o + 1, ROWS - 1);
+            const Four next_key = load_four(&k[next][at]), next_query = load_four(&q[next][at]);
+            const Four next_own = load_four(&decay[next][at]);
+            if (o > 0) {
+#pragma unroll
+                for (int n = 0; n < 4; ++n) {
+                    one.x[n] *= own.x[n];
+                    if (o > 1) two.x[n] *= own.x[n];
+                }
+                of_first[o] = dot(key, one);
+                if (o > 1) of_second[o] = dot(key, two);
+                of_second[HALF + o] = dot(query, two);
+            }
+            of_first[HALF + o] = dot(query, one);
+            if (j + o + 1 >= T) break;
+            key = next_key, query = next_query, own = next_own;
+        }
+        float first_sum = sums_by_lane<HALF>(of_first), second_sum = sums_by_lane<HALF>(of_second);
+        if (HALF == 8) {
+            first_sum += __shfl_xor_sync(FULL, first_sum, 16);
+            second_sum += __shfl_xor_sync(FULL, second_sum, 16);
+        }
+        const int i = j + lane % HALF;
+        if (i < ROWS && lane < 2 * HALF) {
+            auto& of_rows = lane < HALF ? of_keys : of_queries;
+            of_rows[j][i] = first_sum;
+            of_rows[j + 1][i] = second_sum;
         }
     }
     __syncthreads();
 
-    // u = (I + L)^-1 beta (v - k S) and o = q S + P u, row by row; the threads of a channel share K, then do the same.
-    float of_k[ROWS], of_q[ROWS];
+    // u = beta (v - k S - sum_j (k D k_j) u_j) and o = q S + sum_j (q D k_j) u_j, row by row.
+    float y[4] = {};
+    const int own_row = 4 * warp;
+    if (own_row < T) {
+        const int channel = is_channel ? lane : 0;
+        float rest[ROWS];
 #pragma unroll
-    for (int t = 0; t < ROWS; ++t) {
-        of_k[t] = of_q[t] = 0.f;
-        if (t >= T) continue;
+        for (int t = 0; t < ROWS; ++t) rest[t] = met[HALF + t][channel];
 #pragma unroll
-        for (int i = 0; i < PART; i += 4) {
-            const uint4 a = keys[0][t][place(part * PART + i) / 4], c = keys[1][t][place(part * PART + i) / 4];
-            of_q[t] += s[i] * __uint_as_float(a.x) + s[i + 1] * __uint_as_float(a.y) +
-                       s[i + 2] * __uint_as_float(a.z) + s[i + 3] * __uint_as_float(a.w);
-            of_k[t] += s[i] * __uint_as_float(c.x) + s[i + 1] * __uint_as_float(c.y) +
-                       s[i + 2] * __uint_as_float(c.z) + s[i + 3] * __uint_as_float(c.w);
-        }
+        for (int r = 0; r < 4; ++r) y[r] = met[own_row + r][channel];
 #pragma unroll
-        for (int o = 1; o < PARTS; o <<= 1) {
-            of_k[t] += __shfl_xor_sync(FULL, of_k[t], o);
-            of_q[t] += __shfl_xor_sync(FULL, of_q[t], o);
-        }
-    }
+        for (int j = 0; j < ROWS; ++j) {
+            if (j >= own_row + 4) break;
+            const float u = beta[j] * v[j][channel] - beta[j] * k_factor[j] * rest[j], of_key = k_factor[j] * u;
+            if (j / 4 == warp && j < T && is_channel)
+                verify_u[((size_t)j * NUM_HEADS + head) * V + first + lane] = u;
 #pragma unroll
-    for (int t = 0; t < ROWS; ++t) of_k[t] = beta[t] * (v[t][channel] - of_k[t]);
-    // Its values are read; the output takes their place, which no other channel touches.
-    __syncwarp();
+            for (int t = j / 4 * 4; t < ROWS; t += 4) {
+                const Four four = load_four(&of_keys[j][t]);
 #pragma unroll
-    for (int t = 0; t < ROWS; ++t) {
-        if (t >= T) continue;
-        float u = of_k[t], y = of_q[t];
+                for (int n = 0; n < 4; ++n)
+                    if (t + n > j) rest[t + n] += four.x[n] * of_key;
+            }
+            const Four four = load_four(&of_queries[j][own_row]);
 #pragma unroll
-        for (int j = 0; j < t; ++j) {
-            u -= lower[t][j] * of_k[j];
-            y += scores[t][j] * of_k[j];
-        }
-        of_k[t] = u;
-        y += scores[t][t] * u;
-        if (part == t % PARTS) {
-            verify_u[((size_t)t * NUM_HEADS + head) * V + channel] = u;
-            v[t][channel] = to_float(to_element(y));
+            for (int r = 0; r < 4; ++r) y[r] += j <= own_row + r ? four.x[r] * of_key : 0.f;
         }
     }
-    __syncthreads();
-
-    // Gated norm: a row a warp.
-    for (int t = warp; t < T; t += WARPS) {
+    wait_for_cluster();
+    if (own_row < T)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            y[r] = is_channel ? to_float(to_element(y[r] * q_factor[own_row + r])) : 0.f;
+            const float sum = sum_of_lanes(y[r] * y[r]);
+            if (lane < CLUSTER) store_to_peer(&sums[program][own_row + r], lane, sum);
+        }
+    arrive_at_cluster();
+    if (is_row && !is_query)
+#pragma unroll
+        for (int t = 0; t < ROWS; ++t)
+            if (t < T && t % CLUSTER == program)
+                verify_k[((size_t)t * NUM_HEADS + head) * K + d] = to_float(k[t][d]) * k_factor[t];
+    wait_for_cluster();
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+        const int t = own_row + r;
+        if (t >= T || !is_channel) continue;
         float sum = 0.f;
-        for (int c = lane; c < V; c += 32) sum += v[t][c] * v[t][c];
-        const float of_row = rsqrtf(sum_of_lanes(sum) / V + eps);
-        for (int c = lane; c < V; c += 32) {
-            const float of_gate = sigmoid(to_float(gate[(size_t)t * gate_stride + head * V + c]));
-            out[((size_t)t * NUM_HEADS + head) * V + c] = to_element(v[t][c] * of_row * to_float(o_norm[c]) * of_gate);
-        }
+#pragma unroll
+        for (int i = 0; i < CLUSTER; ++i) sum += sums[i][t];
+        out[((size_t)t * NUM_HEADS + head) * V + first + lane] =
+            to_element(y[r] * rsqrtf(sum / V + eps) * of_norm * sigmoid(of_gate[r]));
     }
 }
 """
@@ -266,18 +379,30 @@ def verify(
         )
     # Loops over rows are unrolled: the fewer the better.
     rows = min(rows for rows in (4, 8, 12, MAX_ROWS) if rows >= T)
-    definitions: list[tuple[str, int | str]] = [("K", K), ("V", V), ("NUM_HEADS", H), ("PARTS", _PARTS), ("ROWS", rows)]
+    channels = max(n for n in range(8, _MAX_CHANNELS + 1, 8) if V % n == 0 and V // n <= _MAX_PROGRAMS)
+    programs = V // channels
+    is_fp32 = qkv.dtype == torch.float32
+    definitions: list[tuple[str, int | str]] = [
+        ("K", K),
+        ("V", V),
+        ("NUM_HEADS", H),
+        ("ROWS", rows),
+        ("CLUSTER", programs),
+    ]
     if lower_bound is not None:
         definitions.append(("LOWER_BOUND", f"{float(lower_bound)!r}f"))
-    if qkv.dtype == torch.float32:
+    if is_fp32:
         definitions.append(("IS_FP32", 1))
     if pdl_options()["PDL"]:
         definitions.append(("HAS_PDL", 1))
     out = torch.empty((T, H * V), dtype=qkv.dtype, device=qkv.device)
+    # PARTS, 2 * HALF and STRIDE of the source.
+    meets_bytes = 2 * (3 if is_fp32 else 2) * (16 if rows <= 8 else 32) * ((2 * K + 95) // 128 * 64 + 16)
     launch(
         load_kernel(_SOURCE, "kda_verify", tuple((key, str(value)) for key, value in definitions), qkv.device),
-        (H, 1, 1), V * _PARTS,
+        (H * programs, 1, 1), 32 * max(4, -(-(2 * K + channels) // 32)),
         qkv, f, gate, b, conv_w, A_log, dt_bias, o_norm, state, conv, verify_k, verify_u, verify_g, verify_conv, out, T,
         qkv.stride(0), f.stride(0), gate.stride(0), b.stride(0), eps, K**-0.5,
+        shared_bytes=meets_bytes,
     )  # fmt: skip
     return out

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from soloist.kernels import mla_step_cuda
 from soloist.kernels.launch import (
     IS_INTERPRETED,
     arrival_counters,
@@ -328,7 +329,8 @@ def attend(
     query = torch.empty((T, H, R + P), dtype=q.dtype, device=q.device)
     block_m = 16 if T * H <= 16 else 32 if T * H <= 32 else 64
     num_row_tiles = triton.cdiv(T * H, block_m)
-    num_splits = max(1, min(_MAX_SPLITS, _NUM_PROGRAMS // num_row_tiles))
+    runs_in_cuda = mla_step_cuda.can_run(query, R)
+    num_splits = max(1, min(_MAX_SPLITS, _NUM_PROGRAMS if runs_in_cuda else _NUM_PROGRAMS // num_row_tiles))
     partial = torch.empty((num_splits, T * H, R), dtype=torch.float32, device=q.device)
     partial_max, partial_sum = torch.empty((2, num_splits, T * H), dtype=torch.float32, device=q.device)
     block_r = min(R, 128)
@@ -357,27 +359,30 @@ def attend(
         num_warps=4,
         **pdl_options(),
     )
-    attention_kernel[(num_row_tiles, num_splits)](
-        query,
-        latent_cache,
-        context_len,
-        partial,
-        partial_max,
-        partial_sum,
-        T * H,
-        scale,
-        H=H,
-        R=R,
-        P=P,
-        NUM_SPLITS=num_splits,
-        BM=block_m,
-        BS=_BLOCK_S[1 if T == 1 else MAX_STEP_ROWS],
-        PREFETCHED_BLOCKS=_PREFETCHED_BLOCKS,
-        IS_FP32_DOT=is_fp32_dot,
-        num_warps=8 if block_m == 64 else 4,
-        num_stages=2,
-        **pdl_options(),
-    )
+    if runs_in_cuda:
+        mla_step_cuda.attend(query, latent_cache, context_len, partial, partial_max, partial_sum, scale)
+    else:
+        attention_kernel[(num_row_tiles, num_splits)](
+            query,
+            latent_cache,
+            context_len,
+            partial,
+            partial_max,
+            partial_sum,
+            T * H,
+            scale,
+            H=H,
+            R=R,
+            P=P,
+            NUM_SPLITS=num_splits,
+            BM=block_m,
+            BS=_BLOCK_S[1 if T == 1 else MAX_STEP_ROWS],
+            PREFETCHED_BLOCKS=_PREFETCHED_BLOCKS,
+            IS_FP32_DOT=is_fp32_dot,
+            num_warps=8 if block_m == 64 else 4,
+            num_stages=2,
+            **pdl_options(),
+        )
     out = torch.empty((T, H * V), dtype=q.dtype, device=q.device)
     product = torch.empty((R // block_r, T, H, V), dtype=torch.float32, device=q.device)
     combine_kernel[(H, R // block_r, T)](
