@@ -1,11 +1,13 @@
 """Makes the corpus of soloist-nano: Python sources under permissive licences, cleaned, without near-duplicates, split.
 
-The sources are the standard library of the Python that runs this and the wheels that `packages.txt` pins; what is
-written beside the documents is a manifest with each source's version, licence and SHA-256.
+The sources are the standard library of the Python that runs this and the packages that `packages.toml` pins, from where
+they are installed or else from their wheels; what is written beside the documents is a manifest with each source's
+version, licence and SHA-256.
 """
 
 import argparse
 import ast
+import csv
 import email
 import gzip
 import hashlib
@@ -18,7 +20,7 @@ import tomllib
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -56,7 +58,8 @@ class Source:
     name: str
     version: str
     licence: str
-    file: str
+    # Of the rows for .py files in the RECORD, sorted, which wheel and installation share; of the standard library, of
+    # its files.
     sha256: str
     is_held_out: bool
 
@@ -182,7 +185,6 @@ def standard_library() -> Iterator[tuple[Source, Iterator[Document]]]:
             name=name,
             version=sys.version.split()[0],
             licence="PSF-2.0",
-            file="Lib/",
             sha256=hashlib.sha256(b"".join(p.read_bytes() for p in own)).hexdigest(),
             is_held_out=held_out,
         )
@@ -196,29 +198,65 @@ def read_documents(source: Source, files: Iterable[tuple[str, bytes]]) -> Iterat
             yield Document(source=source.name, path=path, text=text, is_held_out=source.is_held_out)
 
 
-def wheel(path: Path, is_held_out: bool) -> tuple[Source, Iterator[Document]] | None:
-    """Give a wheel's sources; None if its licence is not clearly permissive."""
-    archive = zipfile.ZipFile(path)
-    (metadata,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA") and n.count("/") == 1]
-    text = archive.read(metadata).decode("utf-8", "replace")
-    message = email.message_from_string(text)
+def package(
+    name: str, read: Callable[[str], bytes], dist_info: str, is_held_out: bool
+) -> tuple[Source, Iterator[Document]] | None:
+    """Give a package's sources; None if its licence is not clearly permissive.
+
+    Args:
+        name: normalised.
+        read: gives a file's content by its path within the package.
+        dist_info: path of its metadata.
+        is_held_out: whether it is measured on.
+    """
+    text = read(f"{dist_info}/METADATA").decode("utf-8", "replace")
     licence = licence_of(text)
     if licence is None:
-        print(f"left out, licence not clearly permissive: {path.name}", file=sys.stderr)
+        print(f"left out, licence not clearly permissive: {name}", file=sys.stderr)
         return None
-    name = re.sub(r"[-_.]+", "-", message["Name"]).lower()
-    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    record = csv.reader(read(f"{dist_info}/RECORD").decode().splitlines())
+    rows = sorted((row[0], row[1]) for row in record if row[0].endswith(".py") and not row[0].startswith(("..", "/")))
     source = Source(
-        name=name, version=message["Version"], licence=licence, file=path.name, sha256=sha256, is_held_out=is_held_out
+        name=name,
+        version=email.message_from_string(text)["Version"],
+        licence=licence,
+        sha256=hashlib.sha256(json.dumps(rows).encode()).hexdigest(),
+        is_held_out=is_held_out,
     )
+    members = [member for member, _ in rows if not SKIPPED.search(member)]
+    return source, read_documents(source, ((member, read(member)) for member in members))
 
-    members = (m for m in sorted(archive.namelist()) if m.endswith(".py") and not SKIPPED.search(m))
-    return source, read_documents(source, ((m, archive.read(m)) for m in members))
+
+def normalise(name: str) -> str:
+    """Give a package's name as indices compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def find_packages(pins: dict[str, str], installed: list[Path], wheels: Path) -> Iterator[tuple[str, Callable, str]]:
+    """Find each pinned package, by name its version, where it is installed, or else in its wheel, which is fetched.
+
+    Returns:
+        Names, what reads a file of the package, and the path of its metadata.
+    """
+    found = {}
+    for info in [info for folder in installed for info in sorted(folder.glob("*.dist-info"))]:
+        name, _, version = info.name.removesuffix(".dist-info").partition("-")
+        if pins.get(normalise(name)) == version.partition("+")[0]:
+            found[normalise(name)] = (lambda member, folder=info.parent: (folder / member).read_bytes()), info.name
+    fetch([f"{name}=={version}" for name, version in pins.items() if name not in found], wheels)
+    for path in sorted(wheels.glob("*.whl")):
+        name = normalise(path.name.split("-")[0])
+        if name in pins and name not in found:
+            archive = zipfile.ZipFile(path)
+            (info,) = {n.partition("/")[0] for n in archive.namelist() if n.endswith(".dist-info/RECORD")}
+            found[name] = archive.read, info
+    for name in sorted(found):
+        yield name, *found[name]
 
 
 def fetch(requirements: list[str], folder: Path) -> None:
     """Download the pinned wheels that are not in `folder` yet."""
-    have = {re.sub(r"[-_.]+", "-", p.name.split("-")[0]).lower() for p in folder.glob("*.whl")}
+    have = {normalise(p.name.split("-")[0]) for p in folder.glob("*.whl")}
     missing = [r for r in requirements if r.partition("==")[0] not in have]
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "-d", str(folder)]
     for requirement in missing:
@@ -229,21 +267,20 @@ def main() -> None:
     """Fetch, clean, compare, split, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--wheels", type=Path, required=True, help="folder for the downloaded wheels")
+    parser.add_argument("--installed", type=Path, nargs="*", default=[], help="site-packages to look in first")
     parser.add_argument("--out", type=Path, required=True, help="gets train.jsonl.gz, held_out.jsonl.gz, manifest.json")
     parser.add_argument("--only", nargs="*", help="names of packages to take instead of all")
     args = parser.parse_args()
     packages = tomllib.loads((HERE / "packages.toml").read_text())
-    pins = {r.partition("==")[0]: r for r in packages["train"] + packages["held_out"]}
+    pins = dict(r.split("==") for r in packages["train"] + packages["held_out"])
     if args.only is not None:
         pins = {name: pins[name] for name in args.only}
     args.wheels.mkdir(parents=True, exist_ok=True)
     args.out.mkdir(parents=True, exist_ok=True)
-    fetch(list(pins.values()), args.wheels)
     held_out = {r.partition("==")[0] for r in packages["held_out"]}
     found = list(standard_library())
-    for path in sorted(args.wheels.glob("*.whl")):
-        name = re.sub(r"[-_.]+", "-", path.name.split("-")[0]).lower()
-        if name in pins and (taken := wheel(path, name in held_out)) is not None:
+    for name, read, dist_info in find_packages(pins, args.installed, args.wheels):
+        if (taken := package(name, read, dist_info, name in held_out)) is not None:
             found.append(taken)
     # Held-out documents first, so that those for training are compared with them.
     found.sort(key=lambda pair: not pair[0].is_held_out)

@@ -19,9 +19,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from data import MAX_LEN, Batch, Loader, make_batch, packs
+from data import Batch, Loader, make_batch, packs
 from forward import Forward, limit_tuning
 from optimizer import Optimizer
+from polish import Prompts, pack_answers, read_beginnings
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -53,12 +54,11 @@ class Settings:
     # How far a step moves an expert's selection bias at full rate.
     bias_step: float = 4e-3
     # Where unlikelihood training begins, at a share of the full rate that falls to nothing at the end.
-    polish_start: float = 0.88
+    polish_start: float = 0.85
     polish_rate: float = 0.2
     polish_weight: float = 1.0
-    # Continuations generated at once, tokens of a prompt and of its continuation, and the run that may not come twice.
+    # Continuations generated at once, tokens of each, and the run that may not come twice.
     num_continuations: int = 2048
-    prompt_len: int = 96
     continuation_len: int = 128
     run_len: int = 6
     # Steps between two lines of the log, and seconds between two checkpoints.
@@ -106,7 +106,7 @@ class Trainer:
 
     Args:
         settings: of the run.
-        data: folder with train.npy, held_out.npy and tokenizer.json.
+        data: folder with train.npy, held_out.npy and tokenizer.json, and draft_prompts.jsonl if there is one.
         out: gets the checkpoint and the log.
         device: where.
         config_json: of the model.
@@ -129,6 +129,9 @@ class Trainer:
         self.optimizer = Optimizer(self.parameters, settings.lr, settings.weight_decay)
         self.end = json.loads(config_json.read_text())["eos_token_id"]
         self.loader = Loader(data / "train.npy", self.end, settings.num_tokens, device)
+        file = data / "draft_prompts.jsonl"
+        beginnings = read_beginnings(file, self.tokenizer_json) if file.is_file() else []
+        self.prompts = Prompts(self.loader.tokens, beginnings, seed=0)
         held_out = packs(np.load(data / "held_out.npy"), self.end, settings.num_tokens, seed=None)
         self.held_out = [make_batch(*pack, device) for _, pack in zip(range(4), held_out, strict=False)]
         blocks = [b for b in self.forward.model.feed_forwards if hasattr(b, "expert_bias")]
@@ -156,7 +159,8 @@ class Trainer:
         if polish is not None:
             unlikelihood = self.unlikelihood(*polish)
             (s.polish_weight * unlikelihood).backward()
-            figures |= {"unlikelihood": unlikelihood.detach(), "repeats": polish[1].float().mean()}
+            figures |= {"unlikelihood": unlikelihood.detach()}
+            figures |= {"repeats": polish[1].sum() / (polish[0].labels >= 0).sum()}
         figures["grad_norm"] = self.optimizer.step(s.rate(progress))
         for bias, load, count in zip(self.expert_biases, self.load, counts, strict=True):
             bias.add_((count.mean() - count).sign(), alpha=s.bias_step * s.rate(progress))
@@ -173,18 +177,10 @@ class Trainer:
         return -(other * is_repeat).sum() / (batch.labels >= 0).sum()
 
     def continue_prompts(self) -> list[tuple[Batch, Tensor]]:
-        """Continue the beginnings of training documents greedily.
-
-        Returns:
-            Packs whose labels are the continuations' tokens, and (T,) bool: whether a label closes a run of tokens
-            that its continuation has held before.
-        """
-        s, tokens = self.settings, self.loader.tokens
-        draw = np.random.default_rng(self.num_steps)
-        starts = draw.integers(0, len(tokens) - s.prompt_len, s.num_continuations)
+        """Continue prompts from the training documents greedily; gives what `pack_answers` does."""
+        s = self.settings
         requests = [
-            Request(prompt_ids=tuple(tokens[start : start + s.prompt_len].tolist()), temperature=0.0)
-            for start in starts
+            Request(prompt_ids=tuple(prompt), temperature=0.0) for prompt in self.prompts.draw(s.num_continuations)
         ]
         answers = generate(
             self.forward.model,
@@ -195,38 +191,7 @@ class Trainer:
             seed=0,
             dtype=self.dtype,
         )
-        done: list[tuple[Batch, Tensor]] = []
-        rows: list[tuple[int, ...]] = []
-        for answer in answers:
-            if sum(map(len, rows)) + len(answer.token_ids) > s.num_tokens:
-                done.append(self._pack_answers(rows))
-                rows = []
-            rows.append(answer.token_ids)
-        return [*done, self._pack_answers(rows)]
-
-    def _pack_answers(self, rows: list[tuple[int, ...]]) -> tuple[Batch, Tensor]:
-        """Lay answered prompts out, with a document of no account behind them; see `continue_prompts`."""
-        s = self.settings
-        lengths = [len(row) for row in rows]
-        rest = s.num_tokens - sum(lengths)
-        fill = [min(rest - start, MAX_LEN) for start in range(0, rest, MAX_LEN)]
-        ids = np.concatenate([*map(np.array, rows), np.full(rest, self.end)])
-        labels = torch.full((s.num_tokens,), -100)
-        is_repeat = torch.zeros(s.num_tokens, dtype=torch.bool)
-        start = 0
-        for row in rows:
-            answer = row[s.prompt_len :]
-            seen: set[tuple[int, ...]] = set()
-            for place, token in enumerate(answer):
-                at = start + s.prompt_len + place - 1
-                labels[at] = token
-                if place + 1 >= s.run_len:
-                    run = answer[place + 1 - s.run_len : place + 1]
-                    is_repeat[at] = run in seen
-                    seen.add(run)
-            start += len(row)
-        batch = make_batch(ids, np.array(lengths + fill), self.device)
-        return replace(batch, labels=labels.to(self.device)), is_repeat.to(self.device)
+        return pack_answers(answers, s.num_tokens, s.run_len, self.end, self.device)
 
     def evaluate(self) -> dict[str, float]:
         """Give the held-out losses, in nats a token; with gradients that nobody takes, as they are compiled anyway."""
@@ -284,15 +249,17 @@ class Trainer:
         last_save = time.perf_counter()
         self.start_s = last_save - progress * s.seconds
         polish: list[tuple[Batch, Tensor]] = []
-        is_plain_saved = progress > s.polish_start
+        # Checkpoints that are kept of the way, and where.
+        marks = {"plain": s.polish_start, "half": (1.0 + s.polish_start) / 2}
+        marks = {name: mark for name, mark in marks.items() if progress <= mark < 1.0}
         while True:
             progress = (time.perf_counter() - self.start_s) / s.seconds
             if progress >= 1.0:
                 break
-            if progress >= s.polish_start and not is_plain_saved:
-                self.save("plain", progress)
+            for name in [name for name, mark in marks.items() if progress >= mark]:
+                del marks[name]
+                self.save(name, progress)
                 self.report(progress, {}, **self.evaluate())
-                is_plain_saved = True
             is_new = progress >= s.polish_start and not polish
             if is_new:
                 polish = self.continue_prompts()

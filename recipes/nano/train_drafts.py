@@ -1,7 +1,8 @@
 """Trains DSpark drafts of soloist-nano, all on the same answers, each for about so many seconds.
 
-The same as one `soloist draft train` for each block, but that answers are asked for once, and that the number of steps
-is chosen by what a few of them take here. `training.json` in a draft's folder says which it was.
+The same as one `soloist draft train` for each block, but that answers are asked for once, by whichever process is the
+first, and that the number of steps is chosen by what a few of them take here. `training.json` in a draft's folder says
+which it was.
 """
 
 import argparse
@@ -13,17 +14,21 @@ from pathlib import Path
 import torch
 
 from soloist import LLM
+from soloist.train.capture import MemoryStore
 from soloist.train.prompts import Reader, read_prompts
 from soloist.train.responses import OwnSource, collect_texts
 from soloist.train.run import Progress, train_draft
-from soloist.train.settings import DraftShape, TrainSettings
-from soloist.train.trainer import Trainer
+from soloist.train.settings import DraftShape, ObjectiveSettings, TrainSettings
+from soloist.train.trainer import DTYPES, Trainer
 
-TEMPERATURES = (0.0, 0.7, 1.0)
+# Half of the answers are greedy: of those an engine is asked for most.
+TEMPERATURES = (0.0, 0.7, 0.0, 1.0)
+# Laws are compared at an answer's own temperature down to this: greedy ones ask for the likeliest token alone.
+OBJECTIVE = ObjectiveSettings(min_temperature=0.5)
 # Longest answer, and answers generated at once.
 NUM_TOKENS, BATCH_SIZE = 128, 2048
-# Steps that are not typical, and steps that are timed.
-WARM_STEPS, TIMED_STEPS = 5, 15
+# Steps that are not typical, steps that are timed, and texts they draw from.
+WARM_STEPS, TIMED_STEPS, NUM_TIMED_TEXTS = 10, 40, 4096
 # Drafts have to fit into the repository beside the target.
 SHAPE = DraftShape(num_hidden_layers=2, markov_rank=32)
 
@@ -34,9 +39,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="the target's folder")
     parser.add_argument("--prompts", type=Path, required=True, help="what prompts.py wrote")
     parser.add_argument("--out", type=Path, required=True, help="gets dspark8/ for block 8, dspark16/ for block 15")
-    parser.add_argument("--blocks", type=int, nargs="+", default=[8, 15])
+    parser.add_argument("--blocks", type=int, nargs="*", default=[8, 15], help="none: only ask for the answers")
     parser.add_argument("--seconds", type=float, required=True, help="of training, for each draft")
-    parser.add_argument("--num-prompts", type=int, default=12000)
+    parser.add_argument("--num-prompts", type=int, default=36000)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     is_gpu = args.device != "cpu"
@@ -59,20 +64,25 @@ def main() -> None:
     for block in args.blocks:
         settings = TrainSettings(
             shape=replace(SHAPE, block_size=block),
+            objective=OBJECTIVE,
             documents_per_step=128 if is_gpu else 4,
             anchors_per_document=32 if is_gpu else 4,
             learning_rate=2e-3,
-            compute_dtype="bf16" if is_gpu else "fp32",
+            compute_dtype=weights_dtype,
             log_every=50,
             checkpoint_every=100_000,
             stores_heads=False,
         )
-        trial = Trainer(target, texts, settings, num_tokens=num_ids, folder=None)
+        some = texts[:NUM_TIMED_TEXTS]
+        store = MemoryStore(
+            some, target, settings.shape.config_for(target.config).target_layer_ids, DTYPES[weights_dtype]
+        )
+        trial = Trainer(target, some, settings, num_tokens=num_ids, folder=None, store=store)
         trial.run(WARM_STEPS)
         start = time.perf_counter()
         trial.run(WARM_STEPS + TIMED_STEPS)
         step_s = (time.perf_counter() - start) / TIMED_STEPS
-        del trial
+        del trial, store
         settings = replace(settings, num_steps=max(int(args.seconds / step_s), 10))
         print(f"block {block}: {step_s * 1e3:.0f} ms a step, {settings.num_steps} steps", flush=True)
         outcome = train_draft(

@@ -19,7 +19,7 @@ END = "<|endoftext|>"
 MASK = "<|mask|>"
 # Line break with indentation; letters; up to three digits; underscores; signs. All but the first may end in a space.
 PATTERN = r"\n+ *|_*[^\W\d_]+ ?|\d{1,3} ?|_+ ?|[^\w\s]+ ?|\s"
-TRAINING_BYTES = 60_000_000
+TRAINING_BYTES = 20_000_000
 BATCH = 512
 
 

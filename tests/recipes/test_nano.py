@@ -1,6 +1,5 @@
 """The recipe of soloist-nano: its corpus, its packs, its forward pass against the training forms, its measurements."""
 
-import itertools
 import json
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 
 from soloist.models import load_model
 from soloist.train import operators as op
+from soloist.train.batches import Text
 from soloist.train.packed import forward_packed, forward_packed_mtp
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "nano"
@@ -19,6 +19,7 @@ import data  # noqa: E402
 import evaluate  # noqa: E402
 import forward as forward_module  # noqa: E402
 import optimizer  # noqa: E402
+import polish  # noqa: E402
 import prepare_data  # noqa: E402
 import train_tokenizer  # noqa: E402
 
@@ -117,10 +118,9 @@ def test_a_few_steps_lower_the_loss_and_the_checkpoint_is_read_back(config, tmp_
     (tmp_path / "tokenizer.json").write_text("{}")
     settings = train.Settings(
         seconds=1.0,
-        num_tokens=64,
+        num_tokens=128,
         lr=0.01,
         num_continuations=5,
-        prompt_len=8,
         continuation_len=12,
         run_len=2,
         polish_weight=30.0,
@@ -128,27 +128,11 @@ def test_a_few_steps_lower_the_loss_and_the_checkpoint_is_read_back(config, tmp_
     trainer = train.Trainer(settings, tmp_path, tmp_path, torch.device("cpu"), config)
     losses = [float(trainer.step(0.3)["loss"]) for _ in range(20)]
     assert np.mean(losses[-4:]) < np.mean(losses[:4]) - 0.5
-    polish = trainer.continue_prompts()
-    num_documents = 0
-    for batch, is_repeat in polish:
-        bounds = batch.pack.cu_seqlens.tolist()
-        ids = batch.pack.input_ids.tolist()
-        for start, stop in itertools.pairwise(bounds):
-            answer = ids[start + 8 : stop]
-            labels, repeats = batch.labels[start + 7 : stop - 1].tolist(), is_repeat[start:stop].tolist()
-            if not answer or labels != answer:
-                assert batch.labels[start:stop].unique().tolist() == [-100] and not any(repeats)
-                continue
-            num_documents += 1
-            runs = list(itertools.pairwise(answer))
-            # Position t is told whether token t + 1 closes a run that has been.
-            assert {t for t, flag in enumerate(repeats) if flag} == {
-                8 + i for i, run in enumerate(runs) if run in runs[:i]
-            }
-    assert num_documents == 5
-    before = float(trainer.unlikelihood(*polish[0]))
+    continued = trainer.continue_prompts()
+    assert sum(int(is_repeat.sum()) for _, is_repeat in continued) > 0
+    before = float(trainer.unlikelihood(*continued[0]))
     for _ in range(8):
-        figures = trainer.step(0.3, polish[0])
+        figures = trainer.step(0.3, continued[0])
     assert 0 <= float(figures["unlikelihood"]) < before
     trainer.save("target", 0.4)
     resumed = train.Trainer(settings, tmp_path, tmp_path, torch.device("cpu"), config)
@@ -159,6 +143,30 @@ def test_a_few_steps_lower_the_loss_and_the_checkpoint_is_read_back(config, tmp_
     model = load_model(tmp_path / "target", dtype=torch.float32, weights_dtype="fp32")
     ours = trainer.forward.model.feed_forwards[1].gate_up
     torch.testing.assert_close(model.feed_forwards[1].gate_up, ours.detach().bfloat16().float(), rtol=0, atol=0)
+
+
+def test_answers_are_packed_and_what_closes_a_repeated_run_is_marked():
+    rows = [(3, 1, 2, 1, 2, 1, 2, 3), (9, 9, 4, 4, 4, 4), (7, 5, 6, 5)]
+    texts = [Text(token_ids=row, num_prompt=n, temperature=0.0) for row, n in zip(rows, (1, 2, 2), strict=True)]
+    one, two = polish.pack_answers(texts, 16, 2, END, torch.device("cpu"))
+    assert one[0].pack.cu_seqlens.tolist() == [0, 8, 14, 16] and two[0].pack.cu_seqlens.tolist() == [0, 4, 16]
+    # Position t is told what token t + 1 is.
+    assert one[0].labels.tolist() == [1, 2, 1, 2, 1, 2, 3, -100, -100, 4, 4, 4, 4, -100, -100, -100]
+    assert one[1].nonzero()[:, 0].tolist() == [3, 4, 5, 11, 12]
+    assert two[0].labels[1:4].tolist() == [6, 5, -100] and not two[1].any()
+
+
+def test_prompts_come_from_beginnings_and_from_anywhere_and_are_of_about_one_length():
+    beginnings = [[i] * (5 + i % 40) for i in range(400)]
+    prompts = polish.Prompts(np.arange(5000), beginnings, seed=0)
+    drawn = [prompts.draw(20) for _ in range(8)]
+    for own in drawn[::2]:
+        assert all(prompt in beginnings for prompt in own) and max(map(len, own)) - min(map(len, own)) <= 3
+    for own in drawn[1::2]:
+        assert len({len(prompt) for prompt in own}) == 1 and all(
+            np.diff(prompt).tolist() == [1] * (len(prompt) - 1) for prompt in own
+        )
+    assert len({len(own) for own in drawn}) == 1
 
 
 def test_documents_are_cleaned_shortened_and_refused():
