@@ -23,6 +23,23 @@ def table(max_context_len: int) -> TableModel:
     return TableModel(7, lambda positions, input_ids: torch.zeros(len(positions), 7), max_context_len=max_context_len)
 
 
+def test_every_chunk_of_a_prompt_knows_where_it_begins(monkeypatch: pytest.MonkeyPatch):
+    runner = ModelRunner(table(40), chunk_tokens=4)
+    forward, begins = runner.model.forward, []
+
+    def noting_forward(*args, **kwargs):
+        begins.append(runner.cache.host_len)
+        assert runner.cache.host_len == int(runner.cache.context_len)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(runner.model, "forward", noting_forward)
+    for num_tokens in (6, 9):
+        assert runner.prefill(torch.zeros(num_tokens, dtype=torch.int64), on_chunk=lambda *_: None)
+    assert begins == [0, 4, 6, 10, 14]
+    # A step does not: nobody keeps the number up to date.
+    assert runner.cache.host_len is None
+
+
 @pytest.mark.parametrize(
     ("limit", "asked", "max_width", "context", "rows"),
     [

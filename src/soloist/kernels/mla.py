@@ -142,6 +142,7 @@ def mla_attention(
     num_heads: int,
     v_head_dim: int,
     scale: float,
+    host_len: int | None = None,
 ) -> torch.Tensor:
     """Attend to the cache and to this step's own rows. The module's docstring has the equations.
 
@@ -159,6 +160,7 @@ def mla_attention(
         num_heads: H.
         v_head_dim: V.
         scale: of the scores, (Kn+P)^-0.5 times what YaRN adds.
+        host_len: `context_len` on the host. None: where it is needed there, for a prompt, the device is asked.
 
     Returns:
         (T, H*V) in q's dtype.
@@ -179,9 +181,12 @@ def mla_attention(
     if cos is not None and sin is not None:
         expect(cos, f"S' {P // 2}", torch.float32, dims, name="cos")
         expect(sin, f"S' {P // 2}", torch.float32, dims, name="sin")
+    inputs, sizes = (q, kv, gate, kv_norm, eps, w_kv_b, latent_cache), {"num_heads": num_heads, "v_head_dim": v_head_dim}
+    if not use_reference(q) and dims["T"] > mla_triton.MAX_STEP_ROWS:
+        start = int(context_len) if host_len is None else host_len
+        return mla_prompt.attend(*inputs, start, cos, sin, scale=scale, **sizes)
     if not use_reference(q):
-        form = mla_triton.attend if dims["T"] <= mla_triton.MAX_STEP_ROWS else mla_prompt.attend
+        form = mla_triton.attend
     else:
         form = mla_attention_ref if dims["T"] < MIN_ROWS_TO_EXPAND else mla_naive_ref
-    args = (q, kv, gate, kv_norm, eps, w_kv_b, latent_cache, context_len, cos, sin)
-    return form(*args, num_heads=num_heads, v_head_dim=v_head_dim, scale=scale)
+    return form(*inputs, context_len, cos, sin, scale=scale, **sizes)

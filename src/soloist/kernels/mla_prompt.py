@@ -30,7 +30,7 @@ def attend(
     eps: float,
     w_kv_b: torch.Tensor,
     latent_cache: torch.Tensor,
-    context_len: torch.Tensor,
+    start: int,
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     *,
@@ -38,14 +38,12 @@ def attend(
     v_head_dim: int,
     scale: float,
 ) -> torch.Tensor:
-    """Run `mla_attention` for a prompt's rows; arguments as there. Reads the context's length on the host.
+    """Run `mla_attention` for a prompt's rows behind `start` positions; arguments as there.
 
     Rounding: expanded keys and values, probabilities and the result to the model's dtype, sums fp32.
     """
     T, H, V, R = q.shape[0], num_heads, v_head_dim, kv_norm.shape[0]
     P = kv.shape[1] - R
-    # A prompt is read before a request's first step: nothing waits behind this.
-    start = int(context_len)
     S = start + T
     queries = q.reshape(T, H, -1)  # (T, H, Kn+P)
     c, k_r = kv.split([R, P], dim=-1)

@@ -4,6 +4,8 @@ Owns the only words that move state: `commit`, `rollback`, `snapshot`, `restore`
 pending token (emitted, in no cache yet), rows 1..T-1 are drafts; a commit keeps the first `num_rows` rows.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
@@ -99,6 +101,17 @@ class Cache:
         self.recurrent = recurrent
         # () int32 on the device: tokens in the cache.
         self.context_len = torch.zeros((), dtype=torch.int32, device=device)
+        # The same number on the host, inside `known_len`; None: whoever needs it there asks the device.
+        self.host_len: int | None = None
+
+    @contextmanager
+    def known_len(self, context_len: int) -> Iterator[None]:
+        """Say what `context_len` is, for passes inside the block that would have to wait for the device to tell."""
+        self.host_len = context_len
+        try:
+            yield
+        finally:
+            self.host_len = None
 
     @property
     def can_rollback(self) -> bool:

@@ -141,7 +141,7 @@ class HybridCausalLM(CausalLM):
                 x = mixer(x, cache.recurrent, num_kda, kind, width)
                 num_kda += 1
             else:
-                x = mixer(x, cache.latent, num_mla, cache.context_len, self.rotary)
+                x = mixer(x, cache.latent, num_mla, cache.context_len, self.rotary, host_len=cache.host_len)
                 num_mla += 1
             x = feed_forward(x, width)
             if capture is not None:

@@ -220,7 +220,14 @@ class LatentAttention:
         self.o_proj = weights.linear(out)
 
     def __call__(
-        self, x: torch.Tensor, latent: LatentCache, index: int, context_len: torch.Tensor, rotary: RotaryTable | None
+        self,
+        x: torch.Tensor,
+        latent: LatentCache,
+        index: int,
+        context_len: torch.Tensor,
+        rotary: RotaryTable | None,
+        *,
+        host_len: int | None = None,
     ) -> torch.Tensor:
         """Attend to the cached latents and to the rows of this step, and add the result.
 
@@ -230,6 +237,7 @@ class LatentAttention:
             index: this layer among the MLA layers.
             context_len: () int32, tokens in the cache.
             rotary: angles by position; None: the model does not rotate.
+            host_len: `context_len` on the host, if it is known there.
 
         Returns:
             (T, D) residual stream.
@@ -253,6 +261,7 @@ class LatentAttention:
             num_heads=self.num_heads,
             v_head_dim=s.v_head_dim,
             scale=s.scale,
+            host_len=host_len,
         )  # (T, H*V)
         return linear_all_reduce(out, self.o_proj, x, self.group)
 

@@ -15,13 +15,14 @@ from soloist.models.cache import StepKind
 from soloist.models.causal_lm import CausalLM, HiddenCapture
 from soloist.runtime.buffers import StepBuffers
 
-# Prompt tokens of one prefill chunk by device type: enough to keep the matrix products busy, few enough to cancel soon.
-_CHUNK_TOKENS = {"cpu": 128, "cuda": 2048}
+# Prompt tokens of one prefill chunk by device type: few enough to cancel soon, enough to keep the device busy. On a GPU
+# every chunk reads all experts, and costs the host a launch of every kernel of every layer.
+_CHUNK_TOKENS = {"cpu": 128, "cuda": 8192}
 # Rows of a prompt's chunk for which kernels differ on a GPU: one, a step's, by the tiles of their attention, and more,
 # where kernels are compiled apart for sizes that are multiples of 16.
 _PROMPT_ROWS = (1, 2, 4, 6, 12, 17, 32, 2048)
 # What a step and a prompt's chunk need besides, by device type.
-_SCRATCH_BYTES = {"cuda": 2**30}
+_SCRATCH_BYTES = {"cuda": 2 * 2**30}
 # A step with fewer threads must take less than this share of the time to be preferred.
 _THREAD_GAIN = 0.97
 # Rows of a chunk while looking for the layer that breaks; every layer's rows are kept at once.
@@ -89,7 +90,8 @@ class ModelRunner:
         self.chunk_tokens = chunk_tokens or _CHUNK_TOKENS.get(device.type, 128)
         self.capture = None
         if capture_layers:
-            shape = (max(self.chunk_tokens, max_width), len(capture_layers), model.config.hidden_size)
+            num_rows = max(min(self.chunk_tokens, self.max_context_len), max_width)
+            shape = (num_rows, len(capture_layers), model.config.hidden_size)
             hidden = torch.zeros(shape, dtype=model.dtype, device=device)
             self.capture = HiddenCapture(layers=capture_layers, hidden=hidden)
 
@@ -113,13 +115,16 @@ class ModelRunner:
             Whether all tokens were read; False after a cancel.
         """
         total = input_ids.shape[0]
+        # Nothing is on its way that this would wait for.
+        context_len = int(self.cache.context_len)
         for start in range(0, total, self.chunk_tokens):
             if on_progress is not None:
                 on_progress(start, total)
             if is_cancelled():
                 return False
             chunk = input_ids[start : start + self.chunk_tokens]  # (C,)
-            hidden = self.model.forward(chunk, self.cache, StepKind.PREFILL, capture=self.capture)  # (C, D)
+            with self.cache.known_len(context_len + start):
+                hidden = self.model.forward(chunk, self.cache, StepKind.PREFILL, capture=self.capture)  # (C, D)
             on_chunk(chunk, hidden, self.captured(chunk.shape[0]))
             self.cache.commit(chunk.shape[0], StepKind.PREFILL)
         if on_progress is not None:
@@ -133,7 +138,8 @@ class ModelRunner:
 
         def make_pass(num_rows: int) -> Callable[[], None]:
             def read() -> None:
-                self.model.forward(ids[:num_rows], self.cache, StepKind.PREFILL, capture=self.capture)
+                with self.cache.known_len(0):
+                    self.model.forward(ids[:num_rows], self.cache, StepKind.PREFILL, capture=self.capture)
 
             return read
 
