@@ -181,12 +181,12 @@ def mla_attention(
     if cos is not None and sin is not None:
         expect(cos, f"S' {P // 2}", torch.float32, dims, name="cos")
         expect(sin, f"S' {P // 2}", torch.float32, dims, name="sin")
-    inputs, sizes = (q, kv, gate, kv_norm, eps, w_kv_b, latent_cache), {"num_heads": num_heads, "v_head_dim": v_head_dim}
+    inputs = (q, kv, gate, kv_norm, eps, w_kv_b, latent_cache)
     if not use_reference(q) and dims["T"] > mla_triton.MAX_STEP_ROWS:
         start = int(context_len) if host_len is None else host_len
-        return mla_prompt.attend(*inputs, start, cos, sin, scale=scale, **sizes)
+        return mla_prompt.attend(*inputs, start, cos, sin, num_heads=num_heads, v_head_dim=v_head_dim, scale=scale)
     if not use_reference(q):
         form = mla_triton.attend
     else:
         form = mla_attention_ref if dims["T"] < MIN_ROWS_TO_EXPAND else mla_naive_ref
-    return form(*inputs, context_len, cos, sin, scale=scale, **sizes)
+    return form(*inputs, context_len, cos, sin, num_heads=num_heads, v_head_dim=v_head_dim, scale=scale)
