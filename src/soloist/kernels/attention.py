@@ -1,8 +1,11 @@
 """Grouped-query attention over a key/value cache of one sequence. Owns no cache: it writes the rows it is given."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
+from soloist.kernels import step_cpu
 from soloist.kernels.check import FLOATS, expect, use_reference, use_reference_everywhere
 from soloist.kernels.launch import HAS_TRITON
 from soloist.kernels.rotary import apply_rotary_ref
@@ -107,6 +110,7 @@ def attention(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
+    upcoming: Sequence[object] = (),
 ) -> torch.Tensor:
     """Append T tokens to the cache and attend causally to everything before and including each of them.
 
@@ -126,14 +130,19 @@ def attention(
         q_norm: (K) weight of the RMS norm of each query head; None: no norm.
         k_norm: (K) weight of the RMS norm of each key head; None: no norm.
         eps: of those norms.
+        upcoming: weights that the next launches read, in order; a GPU reads them ahead (`read_ahead.py`).
 
     Returns:
         (T, H * K), the dtype of `qkv`.
 
     Source: Ainslie et al. 2023 (arXiv 2305.13245); query and key norm as in Qwen3.
     """
-    if qkv.shape[0] == 1 and qkv.is_cpu and not use_reference_everywhere():
+    if qkv.is_cpu and not use_reference_everywhere() and step_cpu.can_attend(qkv, k_cache):
         # Unchecked: a prefill has passed the same caches and weights, and eight checks cost as much as a norm.
+        return step_cpu.attention(
+            qkv, k_cache, v_cache, context_len, cos, sin, num_heads, num_kv_heads, q_norm, k_norm, eps
+        )
+    if qkv.shape[0] == 1 and qkv.is_cpu and not use_reference_everywhere():
         return _attention_row_cpu(
             qkv, k_cache, v_cache, context_len, cos, sin, num_heads, num_kv_heads, q_norm, k_norm, eps
         )
@@ -171,5 +180,5 @@ def attention(
     )
     args = (qkv, k_cache, v_cache, context_len, cos, sin, num_heads, q_norm, k_norm, eps)
     if dims["T"] <= attention_triton.MAX_STEP_TOKENS:
-        return attention_triton.attend_step(*args, attention_triton.settings_for(num_kv_heads))
+        return attention_triton.attend_step(*args, attention_triton.settings_for(num_kv_heads), upcoming)
     return attention_triton.attend_prompt(*args)

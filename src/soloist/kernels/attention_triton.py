@@ -14,6 +14,7 @@ Row t of a step may round differently with T: where the runs are cut depends on 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +23,12 @@ import triton
 import triton.language as tl
 
 from soloist.kernels.launch import IS_INTERPRETED, let_consumers_start, pdl_options, wait_for_producers
+from soloist.kernels.read_ahead import read_ahead, shares
 
 # Most tokens of a step; more is a prompt.
 MAX_STEP_TOKENS = 16
+# Bytes of the next launches' weights that a step's attention asks for, measured on one H200, `docs/log.md`.
+READ_AHEAD_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +135,7 @@ def _rows_per_split(context_len, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr):
 @triton.jit(do_not_specialize=["T"])
 def split_kernel(
     qkv_ptr, qkv_stride_t, k_cache_ptr, v_cache_ptr, context_len_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps,
-    acc_ptr, lse_ptr, T, S, scale_log2,
+    acc_ptr, lse_ptr, T, S, scale_log2, upcoming,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -148,7 +152,9 @@ def split_kernel(
     per_split = _rows_per_split(context_len, SPLITS, BLOCK_S)
     first = split * per_split
     end = tl.minimum(first + per_split, context_len)
+    program = split + tl.num_programs(0) * (i_g + tl.num_programs(1) * tl.program_id(2))
     if (first >= end) & (split < SPLITS):
+        read_ahead(upcoming, program, INTERPRETED)
         return
     # Used last: what the loop needs is on its way by then.
     i_s = tl.arange(0, BLOCK_S)
@@ -190,6 +196,8 @@ def split_kernel(
             b_acc, b_max, b_sum, b_q_lo, b_q_hi, b_k_lo, b_k_hi, b_v, m_first, scale_log2, INTERPRETED
         )
 
+    # Behind this program's own reads: what is left of the attention leaves the memory idle.
+    read_ahead(upcoming, program, INTERPRETED)
     o_row = (split * T + i_t) * H + i_h
     p_acc = acc_ptr + o_row.to(tl.int64)[:, None] * K + tl.arange(0, K)[None, :]
     tl.store(p_acc, b_acc / b_sum[:, None], mask=m_m[:, None])
@@ -305,6 +313,7 @@ def attend_step(
     k_norm: torch.Tensor | None,
     eps: float,
     settings: SplitSettings,
+    upcoming: Sequence[object] = (),
 ) -> torch.Tensor:
     """Run `attention` for T <= 16 tokens: two launches."""
     T, (G, S, K), splits = qkv.shape[0], k_cache.shape, settings.splits
@@ -314,9 +323,10 @@ def attend_step(
     lse = torch.empty((splits + 1, rows), dtype=torch.float32, device=qkv.device)
     out = torch.empty((T, num_heads * K), dtype=qkv.dtype, device=qkv.device)
     shared = _shared_arguments(qkv, k_cache, num_heads) | {"SPLITS": splits, "BLOCK_S": settings.block_s}
-    split_kernel[splits + 1, G, triton.cdiv(rows // G, block_m)](
+    grid = (splits + 1, G, triton.cdiv(rows // G, block_m))
+    split_kernel[grid](
         qkv, qkv.stride(0), k_cache, v_cache, context_len, cos, sin, q_norm, k_norm, eps, acc, lse,
-        T, S, K**-0.5 * math.log2(math.e), **shared,
+        T, S, K**-0.5 * math.log2(math.e), shares(upcoming, READ_AHEAD_BYTES, math.prod(grid)), **shared,
         BLOCK_M=block_m, INTERPRETED=IS_INTERPRETED,
         # Four warps would not hold the accumulator of the widest tile.
         num_warps=max(settings.warps, block_m // 16), num_stages=settings.stages,

@@ -32,6 +32,8 @@ class _Compilers(ThreadPoolExecutor):
 
 def _kind(argument: Any) -> Any:
     """Give all of an argument that a compiled kernel may depend on: its value, but of tensors dtype and alignment."""
+    if isinstance(argument, tuple):
+        return tuple(_kind(part) for part in argument)
     return (argument.dtype, argument.data_ptr() % 16) if isinstance(argument, torch.Tensor) else argument
 
 

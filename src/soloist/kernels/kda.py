@@ -16,6 +16,7 @@ Rounding, the same in every form: the convolution's output is rounded to the mod
 the output norm, y at the end. Everything between is fp32, above all the residual v - S k.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -312,6 +313,7 @@ def kda_step(
     num_heads: int,
     lower_bound: float | None,
     width: torch.Tensor | None = None,
+    upcoming: Sequence[object] = (),
 ) -> torch.Tensor:
     """Decode one token. The module's docstring has the equations.
 
@@ -330,6 +332,7 @@ def kda_step(
         num_heads: H.
         lower_bound: of the log decay, below 0; None selects the softplus law.
         width: () int32 on the device; at 0, behind the end of an answer, `state` and `conv` stay as they are. None: 1.
+        upcoming: weights that the next launches read, in order; a GPU reads them ahead (`read_ahead.py`).
 
     Returns:
         (1, H*V) in qkv's dtype.
@@ -342,7 +345,7 @@ def kda_step(
     if width is not None:
         expect(width, "", torch.int32, dims, name="width")
     if not use_reference(qkv):
-        return kda_triton.step(*layer, lower_bound=lower_bound, width=width)
+        return kda_triton.step(*layer, lower_bound=lower_bound, width=width, upcoming=upcoming)
     if width is not None and int(width) == 0:
         layer = (*layer[:-2], state.clone(), conv.clone())
     return kda_step_ref(*layer, num_heads=num_heads, lower_bound=lower_bound)

@@ -7,6 +7,8 @@ advances every head of every layer by the accepted rows of a verification (`kern
 Source: Kimi Linear (arXiv 2510.26692), equations of the WY form; frozen-state verification with a log of (k, u, g).
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -17,12 +19,17 @@ from soloist.kernels.launch import (
     pdl_options,
     wait_for_producers,
 )
+from soloist.kernels.read_ahead import read_ahead, shares
 
 # Rows of one WY block: the most a verify has.
 ROWS = 16
 # Three passes of bf16 give a product 17 bits: the state's error per commit is 5e-6, at two thirds of the time of
 # TF32's three.
 DOT_PRECISION = "ieee" if IS_INTERPRETED else "bf16x3"
+# Bytes of the next launches' weights that a step asks for, and the programs that do nothing else, on multiprocessors
+# that would idle; measured on one H200, `docs/log.md`.
+READ_AHEAD_BYTES = 20 << 20
+_READERS = 64
 # Value channels of a head that one program of a WY block, or of a commit, owns.
 BLOCK_V = 32
 
@@ -58,6 +65,7 @@ def step_kernel(
     width_ptr,
     eps,
     scale,
+    upcoming,
     C: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -65,9 +73,18 @@ def step_kernel(
     LOWER_BOUND: tl.constexpr,
     HAS_WIDTH: tl.constexpr,
     PDL: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
-    """One token of one head. Grid: (H,). state (H, V, K) and conv (3, C) are written in place, at a width above 0."""
+    """One token of one head. state (H, V, K) and conv (3, C) are written in place, at a width above 0.
+
+    Grid: (H + programs that only read ahead,).
+    """
     head = tl.program_id(0)
+    if head >= H:
+        wait_for_producers(PDL)
+        let_consumers_start(PDL)
+        read_ahead(upcoming, head - H, INTERPRETED)
+        return
     i_k = tl.arange(0, K)
     i_v = tl.arange(0, V)
     c_q = head * K + i_k
@@ -228,11 +245,13 @@ def step(
     *,
     lower_bound: float | None,
     width: torch.Tensor | None = None,
+    upcoming: Sequence[object] = (),
 ) -> torch.Tensor:
     """Launch `kda_step`; arguments as there."""
     H, V, K = state.shape
     out = torch.empty((1, H * V), dtype=qkv.dtype, device=qkv.device)
-    step_kernel[(H,)](
+    ahead = shares(upcoming, READ_AHEAD_BYTES, _READERS)
+    step_kernel[(H + _READERS if ahead else H,)](
         qkv,
         f,
         gate,
@@ -247,12 +266,14 @@ def step(
         out if width is None else width,
         eps,
         K**-0.5,
+        ahead,
         C=conv.shape[1],
         K=K,
         V=V,
         H=H,
         LOWER_BOUND=lower_bound,
         HAS_WIDTH=width is not None,
+        INTERPRETED=IS_INTERPRETED,
         num_warps=8,
         **pdl_options(),
     )

@@ -31,6 +31,7 @@ from soloist.kernels.launch import (
     pdl_options,
     wait_for_producers,
 )
+from soloist.kernels.read_ahead import prefetch
 
 # Most tokens of a step; more is a prompt.
 MAX_STEP_TOKENS = 16
@@ -115,22 +116,6 @@ def _as_columns(b_w, WARPS: tl.constexpr, RUN: tl.constexpr, TILES: tl.constexpr
     """Weight tile to the right operand (WARPS, 32 * RUN, 8 * TILES)."""
     b_w = tl.reshape(b_w, (8, WARPS, RUN, TILES, 4, 2, 2, 2))
     return tl.reshape(tl.permute(b_w, (1, 2, 5, 6, 4, 7, 3, 0)), (WARPS, PIECE * RUN, 8 * TILES))
-
-
-@triton.jit
-def prefetch(ptr, num_bytes, INTERPRETED: tl.constexpr):
-    """Bring `num_bytes` (a multiple of 16, may be negative: none) from a 16-byte boundary on into the L2."""
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            """{ .reg .pred %is_first, %is_any; .reg .u32 %thread;
-            mov.u32 %thread, %tid.x; setp.gt.s32 %is_any, $2, 0; setp.eq.and.u32 %is_first, %thread, 0, %is_any;
-            @%is_first cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }""",
-            "=r,l,r",
-            [ptr.to(tl.uint64), num_bytes],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @triton.jit

@@ -26,7 +26,7 @@ from soloist.kernels.launch import (
     pdl_options,
     wait_for_producers,
 )
-from soloist.kernels.linear_triton import prefetch
+from soloist.kernels.read_ahead import prefetch
 
 # Most rows of a step; more is a prompt.
 MAX_STEP_ROWS = 16

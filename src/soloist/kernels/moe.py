@@ -17,6 +17,7 @@ products; the router's logits and everything behind a are fp32, summed from x ov
 experts in ascending order, and rounded once.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -144,6 +145,7 @@ def moe(
     shared_limit: float | None = None,
     width: torch.Tensor | None = None,
     adds_residual: bool = True,
+    upcoming: Sequence[object] = (),
 ) -> torch.Tensor:
     """Add the routed and the shared experts to the residual stream. The module's docstring has the equations.
 
@@ -162,6 +164,7 @@ def moe(
         shared_limit: likewise of the shared expert's.
         width: () int32 on the device. Rows at or past it come back unchanged and touch no expert. None: all rows count.
         adds_residual: False leaves x out of the sum, for ranks that hold a part of every expert each.
+        upcoming: weights that the next launches read, in order; a GPU reads them ahead (`read_ahead.py`).
 
     Returns:
         (T, D) in x's dtype.
@@ -191,7 +194,12 @@ def moe(
     logits = norm_linear(x, norm_weight, eps, router_weight, out_dtype=torch.float32)
     step = (x, norm_weight, eps, logits, expert_bias, gate_up, down, shared_gate_up, shared_down, settings)
     return moe_step_cuda.run_experts(
-        *step, limit=limit, shared_limit=shared_limit, width=width, adds_residual=adds_residual
+        *step,
+        limit=limit,
+        shared_limit=shared_limit,
+        width=width,
+        adds_residual=adds_residual,
+        upcoming=upcoming,
     )
 
 

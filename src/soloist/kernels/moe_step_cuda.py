@@ -13,6 +13,7 @@ One program per multiprocessor, all there at once:
 A row's sum runs over its own slots in ascending order: it has the same bits in any company and at any width.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from math import inf
 from typing import Protocol
@@ -22,9 +23,13 @@ import torch
 from soloist.errors import UnsupportedError
 from soloist.kernels.launch import pdl_options
 from soloist.kernels.nvrtc import PRELUDE, launch, load_kernel
+from soloist.kernels.read_ahead import shares
 
 # Most tokens of a step.
 MAX_ROWS = 16
+# Bytes of the next launch's weights that the experts ask for, measured on one H200, `docs/log.md`.
+READ_AHEAD_BYTES = 12 << 20
+AHEAD_AT = 1
 # Shared memory that activations may take.
 _SHARED_BYTES = 160 * 1024
 
@@ -238,7 +243,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 experts(const uint4* x, const uint4* norm_weight, float eps, int T, const float* logits, const float* bias,
         const int* width, const uint4* gate_up, const uint4* shared_gate_up, const uint4* down,
         const uint4* shared_down, float limit, float shared_limit, const unsigned short* residual, uint4* act,
-        int copies_act, unsigned long long* arrivals, unsigned short* out) {
+        int copies_act, unsigned long long* arrivals, const unsigned short* upcoming, int distance, int num_bytes,
+        unsigned short* out) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     // Neighbouring rows go to neighbouring multiprocessors: what takes long, the shared expert's, is spread.
     const int first = warp * gridDim.x + blockIdx.x, stride = gridDim.x * WARPS;
@@ -249,6 +255,8 @@ experts(const uint4* x, const uint4* norm_weight, float eps, int T, const float*
     load_run(bias, add);
     if (warp == 0)
         for (int i = lane; i < HIDDEN / 64; i += 32) prefetch((const char*)norm_weight + i * 128);
+    const bool asks = threadIdx.x == 0 && num_bytes;
+    if (AHEAD_AT == 0 && asks) prefetch_run(upcoming + (size_t)distance * blockIdx.x, num_bytes);
     if (first < NUM_SHARED * WIDTH)
         for (int i = lane; i < HIDDEN / 64; i += 32) {
             const char* p = (const char*)(shared_gate_up + (size_t)first * D_PIECES) + i * 128;
@@ -321,6 +329,7 @@ experts(const uint4* x, const uint4* norm_weight, float eps, int T, const float*
                 }
             if (is_first) {
                 is_first = false;
+                if (AHEAD_AT == 1 && asks) prefetch_run(upcoming + (size_t)distance * blockIdx.x, num_bytes);
                 wait_for_all_programs(arrivals);
                 if (copies_act) {
                     for (int i = threadIdx.x; i < num_tokens * CHOICES * F_PIECES; i += THREADS) h[i] = __ldcg(act + i);
@@ -399,6 +408,7 @@ def run_experts(
     shared_limit: float | None,
     width: torch.Tensor | None,
     adds_residual: bool,
+    upcoming: Sequence[object] = (),
 ) -> torch.Tensor:
     """Choose and run the experts of a step; weights, limits and width as `moe` in `kernels/moe.py` takes them.
 
@@ -417,6 +427,7 @@ def run_experts(
         shared_limit: as there.
         width: as there.
         adds_residual: as there.
+        upcoming: as there.
 
     Returns:
         (T, D): x, if it is added, and all experts.
@@ -448,6 +459,7 @@ def run_experts(
         "NUM_SHARED": num_shared,
         "ROWS": rows,
         "WARPS": warps,
+        "AHEAD_AT": AHEAD_AT,
         "ROUTED_SCALE": f"{float(router.routed_scaling_factor)!r}f",
         "LANES_PER_OUTPUT": lanes,
         # So that a lane has 14 pieces at most on their way.
@@ -458,12 +470,15 @@ def run_experts(
     out = torch.empty_like(x)
     act_bytes = act.numel() * act.element_size()
     copies_act = act_bytes <= _SHARED_BYTES
+    num_programs = _num_programs(device)
+    ahead = next(iter(shares(upcoming, READ_AHEAD_BYTES, num_programs)), None)
     kernel = load_kernel(_SOURCE, "experts", tuple((key, str(value)) for key, value in definitions.items()), device)
     launch(
-        kernel, (_num_programs(device), 1, 1), 32 * warps,
+        kernel, (num_programs, 1, 1), 32 * warps,
         x, norm_weight, eps, T, logits, expert_bias, width, gate_up, shared_gate_up, down, shared_down,
         inf if limit is None else limit, inf if shared_limit is None else shared_limit,
-        x if adds_residual else None, act, int(copies_act), _arrivals(device), out,
+        x if adds_residual else None, act, int(copies_act), _arrivals(device),
+        *((None, 0, 0) if ahead is None else ahead), out,
         shared_bytes=max(T * D * 2, act_bytes if copies_act else 0) + warps * T * 32 * 4,
     )  # fmt: skip
     return out

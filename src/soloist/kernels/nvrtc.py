@@ -41,6 +41,9 @@ __device__ uint4 load_weights(const uint4* p) {
     return x;
 }
 __device__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+__device__ void prefetch_run(const void* p, int num_bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(num_bytes));
+}
 __device__ unsigned to_bf16(float x) {
     unsigned short bits;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
@@ -51,6 +54,7 @@ __device__ float quotient(float x, float y) { return __fdividef(x, y); }
 #else
 __device__ uint4 load_weights(const uint4* p) { return *p; }
 __device__ void prefetch(const void*) {}
+__device__ void prefetch_run(const void*, int) {}
 __device__ unsigned to_bf16(float x) {
     const unsigned bits = __float_as_uint(x);
     return x == x ? (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16 : 0x7fffu;

@@ -20,7 +20,7 @@ from soloist.models.config_json import ConfigReader, take_rope
 from soloist.models.feed_forward import DenseFeedForward
 from soloist.models.head import pick_likeliest, whole_logits
 from soloist.models.memory import check_fits
-from soloist.models.weights import Part, WeightSource, columns, kv_rows, rows, token_rows
+from soloist.models.weights import Part, Weight, WeightSource, columns, kv_rows, rows, token_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +136,8 @@ class GroupedQueryAttention:
         self.q_norm = weights.tensor(Part(name=f"{at}q_norm.weight", shape=(K,))) if has_qk_norm else None
         self.k_norm = weights.tensor(Part(name=f"{at}k_norm.weight", shape=(K,))) if has_qk_norm else None
         self.o_proj = weights.linear(Part(name=f"{at}o_proj.weight", shape=(D, H * K), split=columns(H)))
+        # What is read behind the attention, in order; the model adds the block behind this one.
+        self.upcoming: tuple[Weight, ...] = (self.o_proj,)
 
     def __call__(
         self,
@@ -159,6 +161,7 @@ class GroupedQueryAttention:
             q_norm=self.q_norm,
             k_norm=self.k_norm,
             eps=self.eps,
+            upcoming=self.upcoming,
         )  # (T, H*K)
         return linear_all_reduce(heads, self.o_proj, x, self.group)
 
@@ -196,7 +199,9 @@ class DenseCausalLM(CausalLM):
             weights, prefix, config, has_qkv_bias=self.has_qkv_bias, has_qk_norm=self.has_qk_norm
         )
         D, F = config.hidden_size, config.intermediate_size
-        return mixer, DenseFeedForward(weights, prefix, hidden_size=D, intermediate_size=F, eps=config.rms_norm_eps)
+        feed_forward = DenseFeedForward(weights, prefix, hidden_size=D, intermediate_size=F, eps=config.rms_norm_eps)
+        mixer.upcoming = (mixer.o_proj, *feed_forward.first_weights)
+        return mixer, feed_forward
 
     @classmethod
     def ignores_tensor(cls, config: ModelConfig, name: str) -> bool:

@@ -16,7 +16,7 @@ from soloist.kernels.mla import mla_attention
 from soloist.kernels.rotary import RotaryTable
 from soloist.models.cache import LatentCache, RecurrentState, StepKind
 from soloist.models.memory import check_fits
-from soloist.models.weights import Part, WeightSource, columns, rows
+from soloist.models.weights import Part, Weight, WeightSource, columns, rows
 
 # Inputs a short convolution sees: its own and the three before.
 CONV_SIZE = 4
@@ -90,6 +90,8 @@ class KimiDeltaAttention:
         self.dt_bias = weights.tensor(dt_bias, dtype=torch.float32, init="bias")
         self.o_norm = weights.tensor(Part(name=f"{at}o_norm.weight", shape=(K,)))
         self.o_proj = weights.linear(Part(name=f"{at}o_proj.weight", shape=(D, H * K), split=columns(H)))
+        # What is read behind the recurrence, in order; the model adds the block behind this one.
+        self.upcoming: tuple[Weight, ...] = (self.o_proj,)
 
     def __call__(
         self, x: torch.Tensor, recurrent: RecurrentState, index: int, kind: StepKind, width: torch.Tensor | None
@@ -119,7 +121,9 @@ class KimiDeltaAttention:
             kept = (t[index] for t in (r.verify_k, r.verify_u, r.verify_g, r.verify_conv))
             out = kda_verify(*inputs, state, conv, *kept, num_heads=heads, lower_bound=bound)
         elif kind is StepKind.DECODE:
-            out = kda_step(*inputs, state, conv, num_heads=heads, lower_bound=bound, width=width)
+            out = kda_step(
+                *inputs, state, conv, num_heads=heads, lower_bound=bound, width=width, upcoming=self.upcoming
+            )
         else:
             out = kda_chunk(*inputs, state, conv, num_heads=heads, lower_bound=bound)
         return linear_all_reduce(out, self.o_proj, x, self.group)
@@ -218,6 +222,8 @@ class LatentAttention:
         self.kv_b_proj = weights.tensor(kv_b, init="normal")
         out = Part(name=f"{at}{s.o_proj}.weight", shape=(D, H * s.v_head_dim), split=columns(H))
         self.o_proj = weights.linear(out)
+        # What is read behind the attention, in order; the model adds the block behind this one.
+        self.upcoming: tuple[Weight, ...] = (self.o_proj,)
 
     def __call__(
         self,
