@@ -40,6 +40,8 @@ class Compiled:
     shared_stores: int
     tensor_core_products: int
     waits: int
+    # Runs of memory that are asked into the L2.
+    prefetches: int
 
 
 def read_cubin(name: str, cubin: bytes, dynamic_shared_bytes: int = 0) -> Compiled:
@@ -72,6 +74,7 @@ def read_cubin(name: str, cubin: bytes, dynamic_shared_bytes: int = 0) -> Compil
         shared_stores=len(re.findall(r"\bST(?:S|SM)\b", sass)),
         tensor_core_products=len(re.findall(r"\b(?:HMMA|HGMMA|UTCHMMA)\b", sass)),
         waits=loads.count("ACQBULK"),
+        prefetches=sass.count("UBLKPF"),
     )
 
 

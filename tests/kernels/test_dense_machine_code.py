@@ -22,7 +22,7 @@ def launch_all(arch: int) -> None:
     rest = (cache, cache, context_len, table, table, 12, None, None, 1e-6)
     strip, split = linear_triton.settings_for(2048, 1536), attention_triton.settings_for(2)
     linear_triton.linear_step(x, norm, 1e-6, weight, norm[:512], None, BF16, strip)
-    attention_triton.attend_step(qkv[:1], *rest, split)
+    attention_triton.attend_step(qkv[:1], *rest, split, (weight, torch.empty(17920, 1536, dtype=BF16)))
     if arch == 90:
         gated = linear_triton.settings_for(512, 1536, has_gate=True)
         linear_triton.swiglu_step(x[:8], norm, 1e-6, weight, None, gated)
@@ -61,6 +61,12 @@ def test_attention_loads_a_tile_of_the_cache_before_the_wait(kernels: list[Compi
     splits = [kernel for kernel in kernels if kernel.name == "split_kernel"]
     # Keys and values of 64 positions x 128 x 2 bytes, in 16-byte loads of 128 threads, of 256 for the widest tile.
     assert [kernel.wide_loads_before_wait for kernel in splits] == [16, 8][: len(splits)]
+
+
+def test_attention_reads_two_weights_ahead(kernels: list[Compiled]):
+    # A run that is cut short reads ahead as well: two places, two weights each. The second launch was told of none.
+    splits = [kernel for kernel in kernels if kernel.name == "split_kernel"]
+    assert [kernel.prefetches for kernel in splits] == [4, 0][: len(splits)]
 
 
 if __name__ == "__main__":
