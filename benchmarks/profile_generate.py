@@ -1,10 +1,10 @@
 """Profile greedy generation by `transformers` on a GPU: is the line named that reads the stop condition in every token?
 
 `PYTHONPATH=src python3 benchmarks/profile_generate.py [--out FOLDER]` decodes with two models of random weights: one
-that is wide and shallow, so that a token is more work for the GPU than for the host, and one of common shape, which a host
-cannot feed. What the read is said to cost is compared with what leaving it out saves: the same tokens, counted on the
-host. Needs transformers from 5.17 on, where one class reads. The last line is one JSON object; the folder gets it too,
-with the recordings.
+that is wide and shallow, so that a token is more work for the GPU than for the host, and one of common shape, which a
+host cannot feed. What the read is said to cost is compared with what leaving it out saves: the same tokens, counted on
+the host. Up to transformers 5.16 the loop reads, from 5.17 on a class of its own. The last line is one JSON object; the
+folder gets it too, with the recordings.
 """
 
 import argparse
@@ -20,11 +20,19 @@ from typing import Any
 import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
-from transformers.generation.utils import StopCheck
+from transformers.generation.utils import GenerationMixin
 
 from soloist.profiler import in_words, watch
 from soloist.profiler.kineto import save_trace
 from soloist.profiler.report import as_json
+
+try:
+    from transformers.generation.utils import StopCheck
+except ImportError:
+    # Before 5.17 the loop itself reads.
+    READER, READING = GenerationMixin._has_unfinished_sequences, "elif this_peer_finished:"
+else:
+    READER, READING = StopCheck.__call__, "return bool("
 
 PROMPT_TOKENS = 16
 NUM_TOKENS = 100
@@ -81,24 +89,34 @@ def synchronize(model: LlamaForCausalLM) -> None:
 
 def stop_line() -> str:
     """Find the line of the library that reads whether all sequences have ended."""
-    lines, first = inspect.getsourcelines(StopCheck.__call__)
-    (place,) = (i for i, line in enumerate(lines) if "return bool(" in line)
+    lines, first = inspect.getsourcelines(READER)
+    (place,) = (i for i, line in enumerate(lines) if READING in line)
     return f"transformers/generation/utils.py:{first + place}"
 
 
 @contextmanager
 def counting_on_the_host(num_tokens: int) -> Iterator[None]:
     """Leave the read out: the loop ends when it has made so many tokens."""
+    num_made = 0
 
-    def is_over(self: StopCheck, unfinished_sequences: torch.Tensor, tokens: torch.Tensor, length: int) -> bool:
+    def is_over(self: Any, unfinished_sequences: torch.Tensor, tokens: torch.Tensor, length: int) -> bool:
         return length >= PROMPT_TOKENS + num_tokens
 
-    original = StopCheck.__call__
-    StopCheck.__call__ = is_over
+    def has_unfinished(self: Any, this_peer_finished: Any, synced_gpus: bool, device: torch.device) -> bool:
+        nonlocal num_made
+        # Python's own False before the first token.
+        num_made = 0 if this_peer_finished is False else num_made + 1
+        return num_made < num_tokens
+
+    if READER.__name__ == "__call__":
+        owner, name, replacement = StopCheck, "__call__", is_over
+    else:
+        owner, name, replacement = GenerationMixin, "_has_unfinished_sequences", has_unfinished
+    setattr(owner, name, replacement)
     try:
         yield
     finally:
-        StopCheck.__call__ = original
+        setattr(owner, name, READER)
 
 
 def measure_loss(model: LlamaForCausalLM, num_tokens: int) -> dict[str, Any]:
