@@ -1,0 +1,386 @@
+"""What each part of the recipe for drafts is worth: the same data and steps without it, three seeds each, on one GPU.
+
+    term         as `soloist draft train`: CE, L1 distance and confidence, at the end the acceptance length
+    no term      without the acceptance length
+    CE alone     cross-entropy to the text and confidence, nothing of the target's law
+    corpus text  as `term`, on what the corpus says behind the prompts instead of the target's own answers
+
+All drafts are trained side by side, each in a process, for the same number of steps, which is chosen by what a step of
+all of them takes here. Each then answers the same held-out prompts in the engine, greedily and at a temperature of 0.7.
+Answers that repeat themselves are left out. Intervals are over prompts and seeds, resampled together.
+"""
+
+import argparse
+import contextlib
+import json
+import random
+import shlex
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from soloist.bench.results import Result, device_name, write_result
+from soloist.engine import Engine
+from soloist.llm import LLM
+from soloist.models import load_model
+from soloist.models.causal_lm import CausalLM
+from soloist.runtime.buffers import SamplingPlan
+from soloist.runtime.runner import ModelRunner
+from soloist.sampling_params import SamplingParams
+from soloist.spec.drafter import Drafter
+from soloist.spec.dspark import make_random_dspark
+from soloist.spec.dspark_checkpoint import load_dspark
+from soloist.spec.setup import DrafterSetup
+from soloist.tokenizer import Tokenizer
+from soloist.train.batches import Text
+from soloist.train.capture import MemoryStore
+from soloist.train.checkpoint import save_draft
+from soloist.train.evaluate import distinct_ratio
+from soloist.train.responses import OwnSource, collect_texts
+from soloist.train.settings import DraftShape, ObjectiveSettings, TrainSettings
+from soloist.train.trainer import Trainer
+
+VARIANTS = {
+    "term": (ObjectiveSettings(), "own"),
+    "no term": (ObjectiveSettings(length_weight=0.0), "own"),
+    "CE alone": (ObjectiveSettings(ce_weight=1.0, l1_weight=0.0, length_weight=0.0), "own"),
+    "corpus text": (ObjectiveSettings(), "corpus"),
+}
+REFERENCE = "term"
+SEEDS = (0, 1, 2)
+# Of the answers that are trained on, taking turns; and of those that are measured.
+TEMPERATURES, MEASURED = (0.0, 0.7, 1.0), (0.0, 0.7)
+NUM_TOKENS, BATCH_SIZE, CONTEXT_LEN = 128, 2048, 512
+MIN_DISTINCT = 0.6
+WARM_STEPS, TIMED_STEPS = 5, 20
+NUM_RESAMPLES = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a process is told."""
+
+    variant: str
+    seed: int
+    options: argparse.Namespace
+
+    @property
+    def folder(self) -> Path:
+        return self.options.out / f"{self.variant.replace(' ', '-')}-{self.seed}"
+
+
+# Per temperature: of each prompt (tokens, steps), None where the answer repeats itself.
+Counts = dict[str, list[tuple[int, int] | None]]
+
+
+def say(*words: object) -> None:
+    """Print a line with the time."""
+    print(f"[{time.strftime('%H:%M:%S')}]", *words, flush=True)
+
+
+def load_target(options: argparse.Namespace) -> CausalLM:
+    """Load the target with weights that can be computed with as they are."""
+    is_gpu = options.device != "cpu"
+    dtype = torch.bfloat16 if is_gpu else torch.float32
+    return load_model(options.model, device=options.device, dtype=dtype, weights_dtype="bf16" if is_gpu else "fp32")
+
+
+def make_settings(variant: str, seed: int, options: argparse.Namespace, num_steps: int) -> TrainSettings:
+    """Give the settings of one run: those of soloist-nano's drafts, apart from the objective."""
+    is_gpu = options.device != "cpu"
+    return TrainSettings(
+        shape=DraftShape(block_size=8, num_hidden_layers=2, markov_rank=32),
+        objective=VARIANTS[variant][0],
+        num_steps=num_steps,
+        documents_per_step=options.texts_per_step,
+        anchors_per_document=32 if is_gpu else 4,
+        learning_rate=2e-3,
+        compute_dtype="bf16" if is_gpu else "fp32",
+        loss_rows=8192,
+        seed=seed,
+        log_every=100,
+        checkpoint_every=10**9,
+        stores_heads=False,
+    )
+
+
+def read_texts(options: argparse.Namespace, target: CausalLM, tokenizer: Tokenizer) -> dict[str, list[Text]]:
+    """Have the prompts answered by the target, and put what the corpus says behind the same ones."""
+    lines = [json.loads(line) for line in (options.data / "trained.jsonl").read_text().splitlines()]
+    lines = lines[: options.num_prompts]
+    prompts = [tokenizer.encode(line["prompt"]) for line in lines]
+    source = OwnSource(
+        model=target,
+        max_new_tokens=options.tokens,
+        num_tokens=tokenizer.num_tokens,
+        eos_token_ids=tuple(sorted({*target.config.eos_token_ids, *tokenizer.stop_ids})),
+        batch_size=BATCH_SIZE,
+    )
+    own = collect_texts(source, prompts, TEMPERATURES, seed=0, file=options.out / "texts.jsonl")
+    corpus = []
+    for prompt, line in zip(prompts, lines, strict=True):
+        rest = tokenizer.encode(line["rest"])[: options.tokens]
+        corpus.append(Text(token_ids=(*prompt, *rest), num_prompt=len(prompt), temperature=1.0))
+    return {"own": own, "corpus": corpus}
+
+
+def make_engine(target: CausalLM, tokenizer: Tokenizer, folder: Path | None, settings: TrainSettings) -> Engine:
+    """Put the target and a draft together; without a folder one with random weights, to compile what all will run."""
+    setup = DrafterSetup(target=target, draft_path=folder, max_context_len=CONTEXT_LEN, num_tokens=tokenizer.num_tokens)
+    drafter: Drafter
+    if folder is None:
+        drafter = make_random_dspark(setup, settings.shape.config_for(target.config))
+    else:
+        drafter = load_dspark(setup)
+    runner = ModelRunner(
+        target,
+        max_context_len=CONTEXT_LEN,
+        max_width=1 + drafter.max_drafts,
+        num_tokens=tokenizer.num_tokens,
+        has_draft_probs=drafter.has_draft_law,
+        capture_layers=drafter.capture_layers,
+    )
+    engine = Engine(runner, drafter)
+    LLM.of(engine, tokenizer, "target")
+    engine.compile_ahead([SamplingPlan.of(SamplingParams(temperature=t)) for t in MEASURED])
+    return engine
+
+
+def roll_out(engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int) -> Counts:
+    """Answer prompts with the draft and count."""
+    found: Counts = {}
+    for temperature in MEASURED:
+        rows = found[f"{temperature:g}"] = []
+        for seed, prompt in enumerate(prompts):
+            generation = engine.generate(
+                prompt, SamplingParams(max_tokens=num_tokens, temperature=temperature, seed=seed)
+            )
+            for _ in generation:
+                pass
+            is_varied = distinct_ratio(generation.token_ids) >= MIN_DISTINCT
+            stats = generation.stats
+            rows.append((stats.completion_tokens, stats.forwards) if is_varied else None)
+    return found
+
+
+def read_held_out(options: argparse.Namespace, tokenizer: Tokenizer) -> list[list[int]]:
+    """Read the prompts that are measured on."""
+    lines = (options.data / "held-out.jsonl").read_text().splitlines()
+    return [tokenizer.encode(json.loads(line)["prompt"]) for line in lines[: options.num_held_out]]
+
+
+def work(job: Job, texts: list[Text], barrier: Any, step_s: Any, num_steps: Any, has_steps: Any) -> None:
+    """Train one draft and measure it: a process."""
+    try:
+        options = job.options
+        torch.set_num_threads(1)
+        target, tokenizer = load_target(options), Tokenizer.load(options.model)
+        # Written by this program's first process.
+        store = torch.load(
+            states_file(options, job.variant), map_location=options.device, mmap=True, weights_only=False
+        )
+        trial = Trainer(
+            target,
+            texts,
+            make_settings(job.variant, job.seed, options, 10**6),
+            num_tokens=tokenizer.num_tokens,
+            store=store,
+        )
+        trial.run(WARM_STEPS)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            barrier.wait()
+        start_s = time.perf_counter()
+        trial.run(WARM_STEPS + TIMED_STEPS)
+        step_s.put((time.perf_counter() - start_s) / TIMED_STEPS)
+        del trial
+        has_steps.wait()
+        settings = make_settings(job.variant, job.seed, options, num_steps.value)
+        trainer = Trainer(
+            target, texts, settings, num_tokens=tokenizer.num_tokens, folder=job.folder / "training", store=store
+        )
+        start_s = time.perf_counter()
+        trainer.run()
+        figures = trainer.measure()
+        train_s = time.perf_counter() - start_s
+        save_draft(job.folder, trainer.network, lm_head=None)
+        del trainer, store
+        engine = make_engine(target, tokenizer, job.folder, settings)
+        counts = roll_out(engine, read_held_out(options, tokenizer), options.tokens)
+        result = {
+            "variant": job.variant,
+            "seed": job.seed,
+            "device": device_name(target.device),
+            "num_texts": len(texts),
+            "train_s": train_s,
+            "settings": settings.to_json(),
+            "along_the_text": asdict(figures),
+            "counts": counts,
+        }
+        (job.folder / "result.json").write_text(json.dumps(result))
+        lengths = {t: round(length(rows), 3) for t, rows in counts.items()}
+        say(f"{job.variant}, seed {job.seed}: {train_s:.0f} s, acceptance length {lengths}")
+    except BaseException:
+        # The others must not wait for this one.
+        barrier.abort()
+        step_s.put(0.0)
+        traceback.print_exc()
+        raise
+
+
+def states_file(options: argparse.Namespace, variant: str) -> Path:
+    """Say where the hidden states of a variant's texts are kept."""
+    return options.out / f"states-{VARIANTS[variant][1]}.pt"
+
+
+def length(rows: Sequence[tuple[int, int] | None]) -> float:
+    """Give tokens per step over the answers that count."""
+    counted = [row for row in rows if row is not None]
+    return sum(tokens for tokens, _ in counted) / max(sum(steps for _, steps in counted), 1)
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Give the bounds of the middle 95 %."""
+    ordered = sorted(values)
+    return ordered[round(0.025 * (len(ordered) - 1))], ordered[round(0.975 * (len(ordered) - 1))]
+
+
+def compare(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Give each variant's acceptance length, and how far it is from the reference's, by temperature."""
+    found: dict[str, Any] = {}
+    for temperature in (f"{t:g}" for t in MEASURED):
+        runs: dict[str, list[list[tuple[int, int] | None]]] = {}
+        for result in results:
+            runs.setdefault(result["variant"], []).append(result["counts"][temperature])
+        draw = random.Random(0)
+        num_prompts = len(next(iter(runs.values()))[0])
+        samples: dict[str, list[float]] = {variant: [] for variant in runs}
+        for _ in range(NUM_RESAMPLES):
+            prompts = draw.choices(range(num_prompts), k=num_prompts)
+            for variant, seeds in runs.items():
+                chosen = draw.choices(seeds, k=len(seeds))
+                samples[variant].append(length([rows[i] for rows in chosen for i in prompts]))
+        for variant, seeds in runs.items():
+            rows = [row for own in seeds for row in own]
+            figures: dict[str, Any] = {
+                "acceptance_length": length(rows),
+                "interval": interval(samples[variant]),
+                "by_seed": [length(own) for own in seeds],
+                "excluded_share": sum(row is None for row in rows) / len(rows),
+            }
+            if variant != REFERENCE and REFERENCE in runs:
+                pairs = zip(samples[variant], samples[REFERENCE], strict=True)
+                reference = length([row for own in runs[REFERENCE] for row in own])
+                figures |= {
+                    "minus_reference": figures["acceptance_length"] - reference,
+                    "minus_reference_interval": interval([a - b for a, b in pairs]),
+                }
+            found.setdefault(variant, {})[temperature] = figures
+    return found
+
+
+def table(compared: dict[str, Any]) -> str:
+    """Write the comparison as Markdown."""
+    rows = [["", *(f"{what} at {t:g}" for t in MEASURED for what in ("acceptance length", f"minus `{REFERENCE}`"))]]
+    rows.append(["---", *["---:"] * (len(rows[0]) - 1)])
+    for variant, by_temperature in compared.items():
+        row = [variant]
+        for f in by_temperature.values():
+            low, high = f["interval"]
+            row.append(f"{f['acceptance_length']:.2f} ({low:.2f}-{high:.2f})")
+            least, most = f.get("minus_reference_interval", (0, 0))
+            row.append(f"{f['minus_reference']:+.2f} ({least:+.2f} to {most:+.2f})" if "minus_reference" in f else "")
+        rows.append(row)
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def parse_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="folder of soloist-nano")
+    parser.add_argument("--data", type=Path, required=True, help="folder that corpus.py wrote")
+    parser.add_argument("--out", type=Path, required=True, help="working folder")
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--seconds", type=float, default=240.0, help="of training, all side by side")
+    parser.add_argument("--seeds", type=int, default=len(SEEDS))
+    parser.add_argument("--num-prompts", type=int, default=8000)
+    parser.add_argument("--num-held-out", type=int, default=100)
+    parser.add_argument("--texts-per-step", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=NUM_TOKENS, help="of an answer")
+    parser.add_argument("--compare", action="store_true", help="train nothing: compare what is there")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser.parse_args()
+
+
+def train_all(options: argparse.Namespace, jobs: list[Job]) -> None:
+    """Train and measure every draft, each in a process."""
+    target, tokenizer = load_target(options), Tokenizer.load(options.model)
+    start_s = time.perf_counter()
+    texts = read_texts(options, target, tokenizer)
+    say(f"{len(texts['own'])} answers in {time.perf_counter() - start_s:.0f} s")
+    layers = make_settings(REFERENCE, 0, options, 1).shape.config_for(target.config).target_layer_ids
+    for variant in ("term", "corpus text"):
+        own = texts[VARIANTS[variant][1]]
+        torch.save(MemoryStore(own, target, layers, target.dtype), states_file(options, variant))
+    say("hidden states are kept")
+    if target.device.type == "cuda":
+        torch.cuda.empty_cache()
+    context = mp.get_context("spawn")
+    barrier, times, has_steps = context.Barrier(len(jobs)), context.Queue(), context.Event()
+    num_steps = context.Value("i", 0)
+    processes = [
+        context.Process(target=work, args=(job, texts[VARIANTS[job.variant][1]], barrier, times, num_steps, has_steps))
+        for job in jobs
+    ]
+    for process in processes:
+        process.start()
+    step_s = max(times.get(timeout=300) for _ in jobs)
+    num_steps.value = max(int(options.seconds / step_s), 10)
+    has_steps.set()
+    say(f"{len(jobs)} drafts, {1e3 * step_s:.0f} ms for a step of each, {num_steps.value} steps")
+    # While they train: they find compiled what they will run.
+    make_engine(target, tokenizer, None, make_settings(REFERENCE, 0, options, 1))
+    for process in processes:
+        process.join()
+
+
+def main() -> None:
+    """Train, compare, write."""
+    options = parse_options()
+    options.out.mkdir(parents=True, exist_ok=True)
+    jobs = [Job(variant=v, seed=s, options=options) for v in VARIANTS for s in SEEDS[: options.seeds]]
+    if not options.compare:
+        train_all(options, jobs)
+    files = [job.folder / "result.json" for job in jobs]
+    results = [json.loads(file.read_text()) for file in files if file.is_file()]
+    say(f"{len(results)} of {len(jobs)} drafts are measured")
+    compared = compare(results)
+    result = Result(
+        case="nano-ablation",
+        model=options.model.name,
+        device=results[0]["device"],
+        command=shlex.join(["python", "recipes/ablation/ablate.py", *sys.argv[1:]]),
+        weights="real",
+        dtype=results[0]["settings"]["compute_dtype"],
+        width=1 + results[0]["settings"]["shape"]["block_size"],
+        details={
+            "num_held_out": options.num_held_out,
+            "max_tokens": options.tokens,
+            "min_distinct_ratio": MIN_DISTINCT,
+            "variants": compared,
+            "runs": [{key: value for key, value in run.items() if key != "counts"} for run in results],
+        },
+    )
+    write_result(result, options.results)
+    print(table(compared), flush=True)
+
+
+if __name__ == "__main__":
+    main()
