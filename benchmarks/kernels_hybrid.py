@@ -1,7 +1,8 @@
 """Time the KDA, MLA and mixture-of-experts kernels by width against their floors, once they equal the references.
 
-Run on a CUDA machine: `PYTHONPATH=src python benchmarks/kernels_hybrid.py [--shapes NAMES] [--json FILE]`. Weights
-are cold: each call of a captured chain reads another copy, or other experts, of far more bytes than the L2 holds.
+Run on a CUDA machine: `PYTHONPATH=src python benchmarks/kernels_hybrid.py [--shapes NAMES] [--operators NAMES]
+[--json FILE]`. fla-core, where installed, is KDA's peer. Weights are cold: each call of a captured chain reads another
+copy, or other experts, of far more bytes than the L2 holds.
 """
 
 import argparse
@@ -13,8 +14,24 @@ from dataclasses import dataclass
 
 import torch
 
-from soloist.kernels import kda, kda_prompt_triton, kda_triton, kda_verify_cuda, mla, moe, moe_step_cuda
-from soloist.kernels.launch import programmatic_launch
+from soloist.kernels import (
+    kda,
+    kda_commit_cuda,
+    kda_prompt_triton,
+    kda_triton,
+    kda_verify_cuda,
+    mla,
+    moe,
+    moe_step_cuda,
+)
+from soloist.kernels.norm import gated_rms_norm_ref
+
+try:
+    from fla.ops.kda import chunk_kda, fused_recurrent_kda
+except ImportError:
+    HAS_FLA = False
+else:
+    HAS_FLA = True
 
 WIDTHS = (1, 4, 9, 16)
 CONTEXT_LEN = 8192
@@ -185,7 +202,7 @@ def bench_kda(shape: Shape, bandwidth: float, rows: list[dict]) -> None:
             out = kda_verify_cuda.verify(*args, state[0], conv[0], *(x[0] for x in kept), lower_bound=law)
             got_state, got_conv = state[:1].clone(), conv[:1].clone()
             count = torch.tensor(T, dtype=torch.int32, device="cuda")
-            kda_triton.commit(got_state, got_conv, *(x[:1].contiguous() for x in kept), count)
+            kda_commit_cuda.commit(got_state, got_conv, *(x[:1].contiguous() for x in kept), count)
             report(rows, f"{shape.name} kda_verify {law}", T, error(out, ref), error(got_state[0], ref_state))
 
         def verify(i: int) -> Callable[[], object]:
@@ -193,18 +210,66 @@ def bench_kda(shape: Shape, bandwidth: float, rows: list[dict]) -> None:
 
         record(rows, shape, "kda_verify", T, time_chain([verify(i) for i in range(L)]), state_bytes, bandwidth)
     count = torch.tensor(5, dtype=torch.int32, device="cuda")
-    us = time_chain([lambda: kda_triton.commit(state, conv, *kept, count) for _ in range(4)])
+    us = time_chain([lambda: kda_commit_cuda.commit(state, conv, *kept, count) for _ in range(4)])
     record(rows, shape, "kda_commit", 16, us, 2 * L * state_bytes, bandwidth)
-    args = kda_arguments(shape, 2048)
+    T = CONTEXT_LEN
+    args = kda_arguments(shape, T)
     ref_state, ref_conv = state[0].clone(), conv[0].clone()
     ref = kda.kda_chunk_ref(*args, ref_state, ref_conv, num_heads=H, lower_bound=-5.0)
     got_state, got_conv = state[0].clone(), conv[0].clone()
     out = kda_prompt_triton.run_prompt(*args, got_state, got_conv, lower_bound=-5.0)
-    report(rows, f"{shape.name} kda_prompt", 2048, error(out, ref), error(got_state, ref_state))
+    report(rows, f"{shape.name} kda_prompt", T, error(out, ref), error(got_state, ref_state))
     us = time_chain(
         [lambda: kda_prompt_triton.run_prompt(*args, state[0], conv[0], lower_bound=-5.0) for _ in range(2)]
     )
-    record(rows, shape, "kda_prompt", 2048, us, 2 * state_bytes + 2048 * (C + 3 * H * K) * 2, bandwidth)
+    record(rows, shape, "kda_prompt", T, us, 2 * state_bytes + T * (C + 3 * H * K) * 2, bandwidth)
+
+
+def bench_fla(shape: Shape, bandwidth: float, rows: list[dict]) -> None:
+    """fla-core's KDA on the same shapes, for comparison: without the convolution, the output norm and the gate.
+
+    Its recurrence gives no rows to commit: with drafts a caller keeps the state of every row, or runs again.
+    """
+    L, H, K = 35, shape.H, 128
+    state = rand(L, 1, H, K, K, dtype=torch.float32)
+    a_log, dt_bias = rand(H, dtype=torch.float32, scale=0.5), rand(H * K, dtype=torch.float32, scale=0.5)
+    options = {
+        "A_log": a_log,
+        "dt_bias": dt_bias,
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "lower_bound": -5.0,
+        "state_v_first": True,
+        "output_final_state": True,
+    }
+    for T in (*WIDTHS, CONTEXT_LEN):
+        inputs = (*(rand(1, T, H, K) for _ in range(4)), rand(1, T, H))
+        q, k, v, f, b = (x[0] for x in inputs)
+        # Taps that let a row through: what remains of the convolution is its SiLU.
+        taps = torch.zeros(3 * H * K, 4, dtype=torch.bfloat16, device="cuda")
+        taps[:, 3] = 1
+        ones, no_gate = torch.ones(K, dtype=torch.bfloat16, device="cuda"), torch.zeros_like(q.flatten(1))
+        qkv = torch.cat([x.flatten(1) for x in (q, k, v)], dim=1)
+        mixed = tuple(torch.nn.functional.silu(x.float()).bfloat16() for x in inputs[:3])
+        if T == CONTEXT_LEN:
+            us = time_calls(lambda: chunk_kda(*mixed, *inputs[3:], initial_state=state[0], safe_gate=True, **options))
+            record(rows, shape, "kda_prompt of fla-core", T, us, 2 * H * K * K * 4 + T * 7 * H * K * 2, bandwidth)
+            continue
+        plain_state, conv = state[0, 0].clone(), torch.zeros(3, 3 * H * K, dtype=torch.bfloat16, device="cuda")
+        weights = (taps, a_log, dt_bias, ones, 1e-6, plain_state, conv)
+        expected = kda.kda_recurrent_ref(
+            qkv, f.flatten(1), no_gate, b, *weights, num_heads=H, lower_bound=options["lower_bound"]
+        )
+        out, final = fused_recurrent_kda(*mixed, *inputs[3:], initial_state=state[0], **options)
+        normed = gated_rms_norm_ref(out[0], no_gate.view(T, H, K), ones, 1e-6).flatten(1)
+        report(rows, f"{shape.name} kda of fla-core", T, error(normed, expected), error(final[0], plain_state))
+
+        def recur(i: int, mixed: tuple = mixed, rest: tuple = inputs[3:]) -> Callable[[], object]:
+            return lambda: fused_recurrent_kda(*mixed, *rest, initial_state=state[i], **options)
+
+        us = time_chain([recur(i) for i in range(L)])
+        record(rows, shape, "kda_recurrence of fla-core", T, us, 2 * H * K * K * 4, bandwidth)
 
 
 def bench_mla(shape: Shape, bandwidth: float, rows: list[dict]) -> None:
@@ -273,21 +338,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json")
     parser.add_argument("--shapes", default="flash-tp1,flash-tp2,tiny")
+    parser.add_argument("--operators", default="moe,kda,mla,fla")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     rows: list[dict] = []
     bandwidth = measure_read_bandwidth()
     print(f"read bandwidth {bandwidth:.0f} GB/s")
     chosen = [shape for shape in SHAPES if shape.name in arguments.shapes.split(",")]
-    for shape, part in itertools.product(chosen, ("moe", "kda", "mla")):
-        if part == "moe":
-            bench_moe(shape, bandwidth, rows)
-        elif part == "kda":
-            bench_kda(shape, bandwidth, rows)
-        else:
-            bench_mla(shape, bandwidth, rows)
-    with programmatic_launch(False):
-        bench_moe(chosen[0], bandwidth, rows)
+    parts = {"moe": bench_moe, "kda": bench_kda, "mla": bench_mla} | ({"fla": bench_fla} if HAS_FLA else {})
+    wanted = arguments.operators.split(",")
+    for shape, (name, part) in itertools.product(chosen, parts.items()):
+        if name in wanted:
+            part(shape, bandwidth, rows)
+    if not HAS_FLA and "fla" in wanted:
+        print("fla-core is not installed: nothing to compare KDA with")
     result = {
         "case": "kernels",
         "device": torch.cuda.get_device_name(),
