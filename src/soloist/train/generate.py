@@ -214,12 +214,14 @@ def generate(
     eos = torch.tensor(list(eos_token_ids), dtype=torch.int64, device=device)
     alive = torch.arange(len(requests), device=device)
     generator = torch.Generator(device).manual_seed(seed)
-    head = dense(model.lm_head)[:num_tokens].to(sequences.dtype)
+    # All rows, padding too: products of an odd number of them are slow.
+    head = dense(model.lm_head).to(sequences.dtype)
+    hot = temperature.nonzero()[:, 0]
     for t in range(max_len - 1):
         hidden = sequences.step(ids[alive, t], t)  # (n, D)
         if t + 1 >= min(lengths):
-            logits = F.linear(final_norm_packed(model, hidden), head).float()  # (n, N)
-            drawn = _draw(logits, temperature[alive], generator)
+            logits = F.linear(final_norm_packed(model, hidden), head)[:, :num_tokens].float()  # (n, N)
+            drawn = _draw(logits, temperature[alive], hot, generator)
             is_answer = (t + 1 >= num_prompt[alive]) & (t + 1 < ends[alive])
             ids[alive, t + 1] = torch.where(is_answer, drawn, ids[alive, t + 1])
             is_last = is_answer & torch.isin(drawn, eos)
@@ -231,6 +233,7 @@ def generate(
             if 2 * len(goes_on) <= len(alive):
                 alive = alive[goes_on]
                 sequences.keep(goes_on)
+                hot = temperature[alive].nonzero()[:, 0]
     rows = zip(requests, ids.tolist(), ends.tolist(), strict=True)
     return [
         Text(token_ids=tuple(row[:end]), num_prompt=len(request.prompt_ids), temperature=request.temperature)
@@ -238,8 +241,21 @@ def generate(
     ]
 
 
-def _draw(logits: torch.Tensor, temperature: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Draw a token from each row of logits (n, N) at its temperature (n,); 0 takes the likeliest: (n,)."""
-    noise = torch.empty_like(logits).exponential_(generator=generator).log_().neg_()
-    # Adding Gumbel noise and taking the largest draws from the softmax.
-    return (logits + noise * temperature[:, None]).argmax(-1)
+def _draw(
+    logits: torch.Tensor, temperature: torch.Tensor, hot: torch.Tensor, generator: torch.Generator
+) -> torch.Tensor:
+    """Draw a token from each row of logits (n, N) at its temperature (n,); 0 takes the likeliest: (n,).
+
+    Args:
+        logits: (n, N).
+        temperature: (n,).
+        hot: (m,) int64, the rows whose temperature is not 0.
+        generator: of the draws.
+    """
+    drawn = logits.argmax(-1)
+    if len(hot):
+        own = logits.index_select(0, hot)  # (m, N)
+        noise = torch.empty_like(own).exponential_(generator=generator).log_().neg_()
+        # Adding Gumbel noise and taking the largest draws from the softmax.
+        drawn[hot] = (own + noise * temperature[hot, None]).argmax(-1)
+    return drawn

@@ -27,6 +27,8 @@ import torch.nn.functional as F
 from soloist.train.operators import widen
 from soloist.train.settings import ObjectiveSettings
 
+# Rows of a matrix that products on a GPU take at once, and their strides are aligned to.
+TILE = 64
 # Below this an acceptance counts as this in the logarithm's gradient.
 MIN_ACCEPTANCE = 1e-4
 
@@ -123,16 +125,19 @@ class _HeadLoss(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden)
         d_markov = None if markov is None else torch.empty_like(markov)
         d_w2 = None if w2 is None else torch.zeros_like(w2)
-        head = lm_head.to(hidden.dtype)
-        map2 = None if w2 is None else w2[: head.shape[0]].to(hidden.dtype)
+        num_tokens = lm_head.shape[0]
+        head = _pad_rows(lm_head.to(hidden.dtype))  # (N', D), from here on
+        map2 = None if w2 is None else _pad_rows(w2[:num_tokens].to(hidden.dtype))
         for start in range(0, hidden.shape[0], step):
             own = slice(start, min(start + step, hidden.shape[0]))
-            logits = F.linear(hidden[own], head)  # (rows, N)
+            logits = F.linear(hidden[own], head)  # (rows, N')
             bias = None if markov is None or map2 is None else F.linear(markov[own], map2)
             wanted = F.linear(teacher[own], head)
             parts = labels[own], sharpness[own], weights.ce[own], weights.l1[own]
             length = weights.length[start // B : own.stop // B]
-            value, figures[:, own], dz = row_loss(logits, bias, wanted, *parts, length, weights.length_floor)
+            value, figures[:, own], dz = row_loss(
+                logits, bias, wanted, *parts, length, weights.length_floor, num_tokens
+            )
             pull = (-weights.ce[own] * sharpness[own]).to(dz.dtype)
             dz.scatter_add_(1, labels[own, None], pull[:, None])
             loss += value
@@ -140,7 +145,7 @@ class _HeadLoss(torch.autograd.Function):
             if markov is not None and map2 is not None:
                 assert d_markov is not None and d_w2 is not None
                 d_markov[own] = dz @ map2
-                d_w2[: head.shape[0]] += (dz.mT @ markov[own]).to(d_w2.dtype)
+                d_w2[:num_tokens] += (dz.mT @ markov[own])[:num_tokens].to(d_w2.dtype)
         ctx.save_for_backward(d_hidden, d_markov, d_w2)  # type: ignore[arg-type]
         ctx.mark_non_differentiable(figures)
         return loss, figures
@@ -164,23 +169,27 @@ def _row_loss(
     l1_weight: torch.Tensor,
     length: torch.Tensor,
     length_floor: float,
+    num_tokens: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Give the loss, figures (3, rows) and the gradient to the logits (rows, N), in their dtype, of whole blocks.
+    """Give the loss, figures (3, rows) and the gradient to the logits (rows, N'), in their dtype, of whole blocks.
 
     CE's pull on the label is left out of the gradient: one element a row, and the passes over whole rows stay fusible.
 
     Args:
-        logits: (rows, N) of the draft, any dtype.
-        bias: (rows, N) to be added to them, or None.
-        wanted: (rows, N) of the target.
+        logits: (rows, N') of the draft, any dtype; N' - N columns are padding, and are given no gradient.
+        bias: (rows, N') to be added to them, or None.
+        wanted: (rows, N') of the target.
         labels: (rows,) int64.
         sharpness: (rows,) that logits are multiplied by.
         ce_weight: (rows,).
         l1_weight: (rows,).
         length: (blocks, B).
         length_floor: f.
+        num_tokens: N.
     """
-    sharp, dtype = sharpness[:, None], logits.dtype
+    sharp, dtype, num_columns = sharpness[:, None], logits.dtype, logits.shape[1]
+    logits, wanted = logits[:, :num_tokens], wanted[:, :num_tokens]
+    bias = None if bias is None else bias[:, :num_tokens]
     logits = widen(logits) if bias is None else widen(logits) + widen(bias)
     wanted = widen(wanted)
     log_q = (logits * sharp).log_softmax(-1)
@@ -198,7 +207,13 @@ def _row_loss(
     tv_weight = 2 * l1_weight + pull / bounded
     gained = torch.where(is_less, q, 0.0)  # (rows, N)
     dz = ce_weight[:, None] * q - tv_weight[:, None] * (gained - q * gained.sum(-1, keepdim=True))
-    return loss, torch.stack([a, agreement, ce]), (dz * sharp).to(dtype)
+    dz = F.pad((dz * sharp).to(dtype), (0, num_columns - num_tokens))
+    return loss, torch.stack([a, agreement, ce]), dz
+
+
+def _pad_rows(weight: torch.Tensor) -> torch.Tensor:
+    """Add rows of zeros up to a whole number of tiles: matrix products with odd strides are several times slower."""
+    return F.pad(weight, (0, 0, 0, -weight.shape[0] % TILE))
 
 
 @functools.cache
