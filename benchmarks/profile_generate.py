@@ -144,7 +144,8 @@ def profile(model: LlamaForCausalLM, trace: Path | None) -> dict[str, Any]:
         save_trace(watched.trace, trace)
     print(in_words(analysis), flush=True)
     figures = as_json([analysis])["processes"][0]
-    keys = ("origin", "num_steps", "step_ms", "busy_ms", "idle_share", "syncs_per_step", "blocked_ms", "loss_ms")
+    keys = ("origin", "num_steps", "step_ms", "busy_ms", "idle_share", "syncs_per_step", "blocked_ms")
+    keys += ("loss_ms", "loss_range_ms")
     starved_ms = sum(gap["idle_ms"] for gap in figures["gaps"] if gap["kind"] != "queued")
     return {
         **{key: figures[key] for key in keys},

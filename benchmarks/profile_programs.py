@@ -120,6 +120,7 @@ def judge(path: Path, analysis: Analysis) -> dict[str, Any]:
         "idle_share": round(analysis.idle_share, 4),
         "blocked_ms": round(analysis.blocked_ms, 4),
         "loss_ms": round(analysis.loss_ms, 4),
+        "loss_range_ms": [round(ms, 4) for ms in analysis.loss_range_ms],
         "step_ms": round(analysis.step_ms, 4),
         "busy_ms": round(analysis.busy_ms, 4),
         "lead_us": None if analysis.lead is None else round(analysis.lead.median_us, 1),

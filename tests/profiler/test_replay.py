@@ -1,5 +1,6 @@
 """What waits cost: played again, steps take what they took, and without waits what the program without them takes."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from soloist.profiler.analysis import analyse
 from soloist.profiler.kineto import load_trace
 from soloist.profiler.replay import Replay
+from soloist.profiler.trace import Trace
 from soloist.profiler.waits import find_waits
 from tests.profiler.decoding import analysis_of, decode, enqueue_step, read_item, trace_of
 from tests.profiler.simulated import Machine
@@ -63,6 +65,25 @@ def test_what_recording_costs_matters():
     slowed_ms = analyse(trace).loss_ms
     trace.launch_overhead_us = OVERHEAD_US
     assert analyse(trace).loss_ms > 1.5 * slowed_ms
+
+
+def test_what_is_not_known_well_widens_the_range():
+    """Steps that differ, and a profiler whose cost matters; alike and at no cost, there is nothing to be unsure of."""
+
+    def recorded(busy_us: list[float], overhead_us: float) -> Trace:
+        busy = itertools.cycle(busy_us)
+        machine = decode(lambda m: (read(m), m.busy(next(busy))), machine=Machine(call_us=CALL_US + overhead_us))
+        trace = trace_of(machine)
+        trace.launch_overhead_us = overhead_us
+        return trace
+
+    sure, unsure = analyse(recorded([300.0], 0.0)), analyse(recorded([300.0], OVERHEAD_US))
+    assert sure.loss_range_ms == pytest.approx((sure.loss_ms, sure.loss_ms), rel=0.01)
+    low_ms, high_ms = unsure.loss_range_ms
+    assert low_ms <= unsure.loss_ms <= high_ms and high_ms - low_ms > 0.01
+    differing = analyse(recorded([300.0] * 12 + [900.0] * 12, 0.0))
+    low_ms, high_ms = differing.loss_range_ms
+    assert low_ms < 0.9 * differing.loss_ms < 1.1 * differing.loss_ms < high_ms
 
 
 def test_a_wait_for_what_ended_long_ago_costs_what_its_call_takes():

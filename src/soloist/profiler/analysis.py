@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from soloist.errors import UsageError
 from soloist.profiler.gaps import Gap, GapKind, Lead, busy_spans, busy_us, find_gaps, find_leads
-from soloist.profiler.replay import Replay
+from soloist.profiler.replay import Loss, price_waits
 from soloist.profiler.steps import Origin, Recording, Steps, find_steps
 from soloist.profiler.trace import Stack, Trace
 from soloist.profiler.waits import Wait, WaitKind, blame, find_waits, lend_stacks
@@ -120,8 +120,9 @@ class Analysis:
     busy_ms: float
     syncs_per_step: float
     blocked_ms: float
-    # What a step would be shorter by if the host never waited, and nobody recorded.
+    # What a step would be shorter by if the host never waited, and nobody recorded; and between what that lies.
     loss_ms: float
+    loss_range_ms: tuple[float, float]
     waits: tuple[WaitLine, ...]
     gaps: tuple[GapLine, ...]
     kernels: tuple[KernelLine, ...]
@@ -161,7 +162,7 @@ def analyse(trace: Trace, *, max_steps: int = DEFAULT_STEPS) -> Analysis:
     small_us = window_us - 1e3 * busy_ms - sum(gap.duration_us for gap in gaps)
     step_ms = _median_step_ms(steps)
     blocked_ms = sum(wait.blocked_us for wait in inside) / 1e3 / len(steps)
-    replay = Replay(trace, steps, waits)
+    loss = price_waits(trace, steps, waits) if inside else Loss(ms=0.0, low_ms=0.0, high_ms=0.0)
     return Analysis(
         name=trace.name,
         rank=trace.rank,
@@ -176,7 +177,8 @@ def analyse(trace: Trace, *, max_steps: int = DEFAULT_STEPS) -> Analysis:
         busy_ms=busy_ms / len(steps),
         syncs_per_step=len(inside) / len(steps),
         blocked_ms=blocked_ms,
-        loss_ms=max(0.0, replay.step_ms(with_waits=True) - replay.step_ms(with_waits=False)) if inside else 0.0,
+        loss_ms=loss.ms,
+        loss_range_ms=(loss.low_ms, loss.high_ms),
         waits=_wait_lines(inside, gaps, spans, len(steps)),
         gaps=_gap_lines(gaps, len(steps)),
         kernels=_kernel_lines(trace, device, steps),

@@ -9,8 +9,9 @@ import bisect
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from soloist.profiler.steps import Steps
+from soloist.profiler.steps import MIN_REPEATS, Steps
 from soloist.profiler.trace import GpuWork, Trace
 from soloist.profiler.waits import Wait
 
@@ -18,8 +19,35 @@ from soloist.profiler.waits import Wait
 _ROUNDS = 4
 # No launch is cheaper, however much recording it costs.
 _MIN_CALL_US = 3.0
+# What recording adds to a launch is measured at one kind of launch; others may have this share of it.
+_OVERHEAD_SHARES = (0.5, 1.5)
 # Where a trace shows no idle GPU, or no queued work: from a launch to its work, and between two pieces of work.
 _LATENCY_US, _PAUSE_US = 8.0, 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """What a step would be shorter by if the host never waited, and nobody recorded."""
+
+    ms: float
+    # Least and most, by what is not known well: what recording costs, and whether steps are alike.
+    low_ms: float
+    high_ms: float
+
+
+def price_waits(trace: Trace, steps: Steps, waits: Sequence[Wait]) -> Loss:
+    """Play the steps of a trace again and give what their waits cost. For arguments see `Replay`."""
+    overhead_us = trace.launch_overhead_us or 0.0
+    ms = Replay(trace, steps, waits).loss_ms
+    others = [
+        Replay(trace, steps, waits, overhead_us=share * overhead_us).loss_ms
+        for share in _OVERHEAD_SHARES
+        if overhead_us
+    ]
+    half = len(steps) // 2
+    if half >= MIN_REPEATS:
+        others += [Replay(trace, part, waits).loss_ms for part in (steps.take(0, half), steps.last(len(steps) - half))]
+    return Loss(ms=ms, low_ms=min([ms, *others]), high_ms=max([ms, *others]))
 
 
 class Replay:
@@ -29,9 +57,10 @@ class Replay:
         trace: of one process.
         steps: at least one; only the thread that launches most is played.
         waits: of the whole trace.
+        overhead_us: what recording added to a launch. None: what was measured.
     """
 
-    def __init__(self, trace: Trace, steps: Steps, waits: Sequence[Wait]) -> None:
+    def __init__(self, trace: Trace, steps: Steps, waits: Sequence[Wait], *, overhead_us: float | None = None) -> None:
         self._works_of = trace.works_of()
         inside = [call for call in trace.calls if steps.host_us[0] <= call.start_us < steps.host_us[-1]]
         launches = Counter(call.thread for call in inside if call.correlation in self._works_of)
@@ -40,7 +69,7 @@ class Replay:
         self._num_steps = len(steps)
         # From the end of the last call to the first one of the step that would follow.
         self._rest_us = max(0.0, steps.host_us[-1] - max((call.end_us for call in self._calls), default=0.0))
-        self._overhead_us = trace.launch_overhead_us or 0.0
+        self._overhead_us = (trace.launch_overhead_us or 0.0) if overhead_us is None else overhead_us
         # By `id` of a waiting call: the last work that had ended when it returned.
         self._awaited: dict[int, GpuWork | None] = {}
         by_end = sorted(trace.works, key=lambda work: work.end_us)
@@ -71,6 +100,11 @@ class Replay:
                 self._pause_us[id(work)] = max(0.0, work.start_us - end_us)
         self._usual_latency_us = statistics.median(self._latency_us.values()) if self._latency_us else _LATENCY_US
         self._usual_pause_us = statistics.median(self._pause_us.values()) if self._pause_us else _PAUSE_US
+
+    @property
+    def loss_ms(self) -> float:
+        """What a step would be shorter by without its waits."""
+        return max(0.0, self.step_ms(with_waits=True) - self.step_ms(with_waits=False))
 
     def step_ms(self, *, with_waits: bool) -> float:
         """Play the steps and give the time of one, without what recording costs."""

@@ -61,9 +61,10 @@ def _notes(analysis: Analysis) -> list[str]:
 def _waits(analysis: Analysis) -> list[str]:
     if not analysis.waits:
         return ["No blocking wait: the host never stands still for the GPU.", ""]
+    low_ms, high_ms = analysis.loss_range_ms
     lines = [
         f"{_count(analysis.syncs_per_step)} blocking waits per step, {analysis.blocked_ms:.3f} ms blocked;"
-        f" without them a step would be shorter by about {analysis.loss_ms:.3f} ms:"
+        f" without them a step would be shorter by about {analysis.loss_ms:.3f} ms ({low_ms:.3f} to {high_ms:.3f}):"
     ]
     for wait in analysis.waits[:_MAX_LINES]:
         after = f"the GPU then idles {wait.idle_ms:.3f} ms"
