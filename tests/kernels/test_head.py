@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from soloist.kernels import head
-from soloist.kernels.linear import pack_weight
 from soloist.kernels.norm import rms_norm_ref
+from soloist.kernels.packed import pack_weight
 from tests.kernels.limits import LIMITS, Limit, assert_near
 
 T, D, PADDED, N = 4, 24, 37, 33

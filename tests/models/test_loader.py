@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from soloist.errors import CheckpointError, DoesNotFitError, ModelNotFoundError, UnsupportedError, UsageError
-from soloist.kernels.linear import PackedWeight
+from soloist.kernels.packed import PackedWeight
 from soloist.models import MODELS, load_model, memory
 from soloist.models.cache import StepKind
 from soloist.models.layers import DenseCausalLM

@@ -7,7 +7,7 @@ import torch
 
 from soloist.errors import UnsupportedError
 from soloist.kernels.allreduce import ALONE, TensorParallel
-from soloist.kernels.linear import PackedWeight
+from soloist.kernels.packed import PackedWeight
 from soloist.models import load_model
 from soloist.models.layers import DenseCausalLM
 from soloist.models.weights import Part, columns, kv_rows, rows, token_rows

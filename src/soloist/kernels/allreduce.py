@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from soloist.kernels import allreduce_cuda
 from soloist.kernels.check import FLOATS, expect, use_reference
 from soloist.kernels.launch import HAS_TRITON
-from soloist.kernels.linear import Weight, linear, linear_residual
+from soloist.kernels.linear import linear, linear_residual
 from soloist.kernels.mailboxes import Mailboxes
+from soloist.kernels.packed import Weight
 
 if HAS_TRITON:
     from soloist.kernels import embedding_triton

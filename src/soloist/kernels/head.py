@@ -7,7 +7,8 @@ import torch
 
 from soloist.kernels.check import FLOATS, expect, use_reference
 from soloist.kernels.launch import HAS_TRITON
-from soloist.kernels.linear import PackedWeight, Weight, is_step_map, linear, norm_linear
+from soloist.kernels.linear import is_step_map, linear, norm_linear
+from soloist.kernels.packed import PackedWeight, Weight
 from soloist.kernels.sampling import likeliest
 
 if HAS_TRITON:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from soloist.kernels.linear import PackedWeight
+from soloist.kernels.packed import PackedWeight
 from soloist.models.cache import Cache
 from soloist.models.causal_lm import CausalLM, ModelConfig
 from soloist.models.hybrid import HybridConfig

@@ -107,7 +107,7 @@ _DECODERS: dict[str, Callable[[torch.Tensor], Groups]] = {
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
 }
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 # Types that are 4-bit integers in groups of 32: they need no requantising to become packed int4.
 FOUR_BIT_TYPES = ("Q4_0", "Q4_1", "Q4_K")
@@ -129,8 +129,8 @@ def decode_groups(rows: torch.Tensor, type_name: str, block_bytes: int) -> Group
 
 def decode(rows: torch.Tensor, type_name: str, block_bytes: int) -> torch.Tensor:
     """Decode any tensor's rows to (rows, values per row): fp32, or the file's own dtype if it holds plain floats."""
-    if type_name in _FLOATS:
-        return rows.view(_FLOATS[type_name])
+    if type_name in FLOAT_TYPES:
+        return rows.view(FLOAT_TYPES[type_name])
     groups = decode_groups(rows, type_name, block_bytes)
     values = groups.q * groups.scale[:, None]
     values += groups.minimum[:, None]

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from soloist.errors import CheckpointError, UnsupportedError
-from soloist.kernels.linear import INT4_GROUP, can_pack, pack_int4
+from soloist.kernels.packed import INT4_GROUP, can_pack, can_tile, pack_int4
 from soloist.kernels.rotary import Llama3Scaling, make_rotary_table
 from soloist.models.gguf import BlockType, GGUFFile
-from soloist.models.gguf_blocks import FOUR_BIT_TYPES, decode, decode_groups
+from soloist.models.gguf_blocks import FLOAT_TYPES, FOUR_BIT_TYPES, decode, decode_groups
 from soloist.models.loader import LoadingSource, Placement, Progress, sampled_rows, stacked_shape
 from soloist.models.weights import Init, Part, Weight
 
@@ -213,7 +213,8 @@ class GGUFSource(LoadingSource):
                 (names.pop(_HEAD), names[_EMBEDDING]), key=lambda name: _FIDELITY.index(file.tensors[name].type.name)
             )
         super().__init__(placement, sum(file.tensors[name].num_bytes for name in names.values()), progress)
-        self._file, self._names, self._keeps_four_bits = file, names, placement.keeps_four_bits
+        self._file, self._names = file, names
+        self._keeps_four_bits, self._repacking = placement.keeps_four_bits, placement.repacking
         # Llama's exporters reorder the rows of these maps from half-split to interleaved rotary pairs.
         self._reordered_heads: dict[str, int] = {}
         if file.metadata["general.architecture"] == "llama":
@@ -251,16 +252,21 @@ class GGUFSource(LoadingSource):
             place.copy_(decode(chunk, block_type.name, block_type.block_bytes)[:, columns])
         return blocks.numel()
 
+    def _types(self, parts: tuple[Part, ...]) -> set[str]:
+        return {self._file.tensors[self._names[part.name]].type.name for part in parts}
+
     def _can_keep_four_bits(self, parts: tuple[Part, ...]) -> bool:
-        types = {self._file.tensors[self._names[part.name]].type.name for part in parts}
         shape = stacked_shape(parts, self.group)
-        return self._keeps_four_bits and types <= set(FOUR_BIT_TYPES) and can_pack("int4", *shape)
+        return self._keeps_four_bits and self._types(parts) <= set(FOUR_BIT_TYPES) and can_pack("int4", *shape)
 
     def tied_head(self, part: Part, embedding: torch.Tensor) -> Weight:
         return self.linear(part) if self._can_keep_four_bits((part,)) else super().tied_head(part, embedding)
 
     def linear(self, *parts: Part) -> Weight:
         if not self._can_keep_four_bits(parts):
+            is_quantised = not self._types(parts) & set(FLOAT_TYPES)
+            if self._repacking is not None and is_quantised and can_tile(stacked_shape(parts, self.group), self.dtype):
+                return self._pack(parts, self._repacking)
             return super().linear(*parts)
         rows, inputs = stacked_shape(parts, self.group)
         # Rows that no token has stay zero.

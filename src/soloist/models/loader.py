@@ -17,7 +17,7 @@ import torch
 
 from soloist.errors import CheckpointError, UnsupportedError, UsageError
 from soloist.kernels.allreduce import ALONE, TensorParallel
-from soloist.kernels.linear import (
+from soloist.kernels.packed import (
     INT4_GROUP,
     INT4_ROWS,
     PackedKind,
@@ -40,8 +40,10 @@ DENSE_DTYPES: dict[torch.dtype, WeightsDtype] = {
     torch.float16: "fp16",
 }
 PACKED_BYTES_PER_VALUE: dict[PackedKind, float] = {"fp16": 2, "int8": 1, "int4": 0.5 + 4 / INT4_GROUP}
-# How a CPU with bf16 activations holds maps that are not 4-bit in their file.
+# How a CPU with bf16 activations holds maps that are whole in their file.
 DEFAULT_PACKING: PackedKind | None = "fp16"
+# And those that are quantised there, to other than 4 bits: as tiles they lose little, and half of the bytes.
+DEFAULT_REPACKING: PackedKind | None = "int8"
 # Ranks that may share a model.
 NUM_RANKS = (1, 2, 4, 8)
 # Integers as wide as a dtype.
@@ -64,6 +66,9 @@ class Placement:
     # Whether maps that are 4-bit in their file are held as int4 whatever `packing` is: the same integers, scales and
     # minima rounded to `dtype`.
     keeps_four_bits: bool = False
+    # How maps are held that are quantised in their file, to other than 4 bits, if they can be tiles; None: as `packing`
+    # says.
+    repacking: PackedKind | None = None
     # The rank that holds them.
     group: TensorParallel = ALONE
 
@@ -92,7 +97,14 @@ def choose_placement(
     if weights_dtype == DENSE_DTYPES[dtype] or (weights_dtype is None and not can_pack):
         return Placement(device=device, dtype=dtype, group=group)
     if weights_dtype is None:
-        return Placement(device=device, dtype=dtype, packing=DEFAULT_PACKING, keeps_four_bits=True, group=group)
+        return Placement(
+            device=device,
+            dtype=dtype,
+            packing=DEFAULT_PACKING,
+            keeps_four_bits=True,
+            repacking=DEFAULT_REPACKING,
+            group=group,
+        )
     if can_pack and weights_dtype in PACKED_BYTES_PER_VALUE:
         is_int4 = weights_dtype == "int4"
         return Placement(device=device, dtype=dtype, packing=weights_dtype, keeps_four_bits=is_int4, group=group)
@@ -165,10 +177,14 @@ class LoadingSource(WeightSource):
     def linear(self, *parts: Part) -> Weight:
         if self.packing is None or not can_pack(self.packing, *stacked_shape(parts, self.group)):
             return self._count_dense(self._stack(parts, self.dtype))
+        return self._pack(parts, self.packing)
+
+    def _pack(self, parts: tuple[Part, ...], kind: PackedKind) -> PackedWeight:
+        """Read maps and quantise them."""
         weight = self._stack(parts, torch.float32)
-        packed = pack_weight(weight, self.packing, activation_dtype=self.dtype)
+        packed = pack_weight(weight, kind, activation_dtype=self.dtype)
         rows = weight[sampled_rows(len(weight))]
-        return self._count_packed(packed, pack_weight(rows, self.packing, activation_dtype=self.dtype), rows)
+        return self._count_packed(packed, pack_weight(rows, kind, activation_dtype=self.dtype), rows)
 
     def embedding(self, part: Part) -> torch.Tensor:
         return self._count_dense(self._stack((part,), self.dtype))

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from soloist.kernels.allreduce import ALONE, TensorParallel
-from soloist.kernels.linear import PackedWeight
+from soloist.kernels.packed import PackedWeight
 
 Weight = torch.Tensor | PackedWeight
 Init = Literal["normal", "ones", "zeros", "decay", "bias"]

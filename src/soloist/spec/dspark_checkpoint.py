@@ -10,7 +10,8 @@ import torch
 
 from soloist.errors import CheckpointError, UnsupportedError
 from soloist.kernels.allreduce import TensorParallel, embed
-from soloist.kernels.linear import PackedWeight, linear
+from soloist.kernels.linear import linear
+from soloist.kernels.packed import PackedWeight
 from soloist.models import read_config
 from soloist.models.loader import SafetensorsSource, check_weights_fit, choose_placement, compare_tensors
 from soloist.models.safetensors import SafetensorsFolder, StoredTensor
