@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from soloist import LLM
+from soloist.models import load_model
+from soloist.tokenizer import Tokenizer
 from soloist.train.capture import MemoryStore
 from soloist.train.prompts import Reader, read_prompts
 from soloist.train.responses import OwnSource, collect_texts
@@ -45,16 +46,19 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     is_gpu = args.device != "cpu"
-    dtype, weights_dtype = ("bfloat16", "bf16") if is_gpu else ("float32", "fp32")
-    llm = LLM(args.model, device=args.device, dtype=dtype, weights_dtype=weights_dtype)
-    target, num_ids = llm.engine.runner.model, llm.engine.runner.buffers.num_tokens
-    reader = Reader(encode=llm.encode, render=None)
+    weights_dtype = "bf16" if is_gpu else "fp32"
+    dtype = DTYPES[weights_dtype]
+    # Without an engine: nothing compiles or is recorded.
+    target = load_model(args.model, device=torch.device(args.device), dtype=dtype, weights_dtype=weights_dtype)
+    tokenizer = Tokenizer.load(args.model)
+    num_ids = tokenizer.num_tokens
+    reader = Reader(encode=tokenizer.encode, render=None)
     prompts = read_prompts(args.prompts, reader, limit=args.num_prompts, max_prompt_tokens=512, seed=0)
     source = OwnSource(
         model=target,
         max_new_tokens=NUM_TOKENS,
         num_tokens=num_ids,
-        eos_token_ids=llm.engine.eos_token_ids,
+        eos_token_ids=tuple(sorted(tokenizer.stop_ids)),
         batch_size=BATCH_SIZE,
     )
     args.out.mkdir(parents=True, exist_ok=True)
@@ -74,9 +78,8 @@ def main() -> None:
             stores_heads=False,
         )
         some = texts[:NUM_TIMED_TEXTS]
-        store = MemoryStore(
-            some, target, settings.shape.config_for(target.config).target_layer_ids, DTYPES[weights_dtype]
-        )
+        layers = settings.shape.config_for(target.config).target_layer_ids
+        store = MemoryStore(some, target, layers, dtype)
         trial = Trainer(target, some, settings, num_tokens=num_ids, folder=None, store=store)
         trial.run(WARM_STEPS)
         start = time.perf_counter()
