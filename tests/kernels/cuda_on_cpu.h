@@ -170,7 +170,7 @@ static void wait_for_cluster() {
     for (; mine.round[me] == cpu_cluster_barrier.round; cpu_yield()) mine.is_waiting[me] = 1;
     mine.is_waiting[me] = 0;
 }
-static void store_to_peer(float* p, int program, float x) {
+template <class T> static void store_to_peer(T* p, int program, T x) {
     if (program == cpu_program_of_cluster) *p = x;
     else std::memcpy(&cpu_cluster[program].shared[(char*)p - __start_shared_memory], &x, sizeof x);
 }

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from soloist.kernels import mla_step_cuda
+from soloist.kernels import mla_merge_cuda, mla_step_cuda
 from soloist.kernels.launch import (
     IS_INTERPRETED,
     arrival_counters,
@@ -383,6 +383,8 @@ def attend(
             num_stages=2,
             **pdl_options(),
         )
+    if mla_merge_cuda.can_run(w_kv_b, V):
+        return mla_merge_cuda.merge(partial, partial_max, partial_sum, w_kv_b, gate, H, V)
     out = torch.empty((T, H * V), dtype=q.dtype, device=q.device)
     product = torch.empty((R // block_r, T, H, V), dtype=torch.float32, device=q.device)
     combine_kernel[(H, R // block_r, T)](
