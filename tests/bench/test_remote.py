@@ -27,6 +27,8 @@ class FakeServer:
         # Chunks of visible text, and what the usage says.
         self.chunks = ["one two", " three", " four five"]
         self.usage: dict[str, Any] | None = {"prompt_tokens": 17, "completion_tokens": 5}
+        # What an answer in one piece is; None: there are none.
+        self.whole: dict[str, Any] | None = None
         self.extra: list[str] = []
         self.models: list[dict[str, str]] = [{"id": "their-model"}]
         outer = self
@@ -49,6 +51,9 @@ class FakeServer:
                     return
                 if outer.status != 200:
                     self._send(b'{"error": {"message": "no such field"}}', outer.status)
+                    return
+                if not body.get("stream"):
+                    self._send(json.dumps(outer.whole).encode())
                     return
                 self.send_response(200)
                 self.end_headers()
@@ -138,6 +143,26 @@ def test_a_server_that_refuses_to_go_on_behind_the_end_is_asked_without(fake: Fa
     fake.refused_field = "stream_options"
     with pytest.raises(ServerError, match="answered 422"):
         Server(fake.url).run_request(TEXT, workload(TEXT))
+
+
+@pytest.mark.parametrize("prompt", [TEXT, CHAT], ids=["text", "chat"])
+def test_a_server_without_usage_in_its_stream_is_asked_for_the_answer_in_one_piece(
+    fake: FakeServer, prompt: BenchPrompt
+):
+    usage, fake.usage = fake.usage, None
+    text = "".join(fake.chunks)
+    choice = {"message": {"content": text}} if prompt.is_chat else {"text": text}
+    fake.whole = {"choices": [choice], "usage": usage}
+    measured = measure_remote(Server(fake.url), workload(prompt), repeats=1)
+    assert not measured.has_usage_in_stream and measured.warm.completion_tokens == 5
+    streamed, whole = fake.requests[2:]
+    assert whole == {key: value for key, value in streamed.items() if key not in ("stream", "stream_options")}
+    fake.whole["choices"] = [{"text": "another"}]
+    with pytest.raises(ServerError, match="another answer without one"):
+        Server(fake.url).run_request(prompt, workload(prompt))
+    fake.whole = {"choices": [choice]}
+    with pytest.raises(ServerError, match="sent no usage"):
+        Server(fake.url).run_request(prompt, workload(prompt))
 
 
 def test_a_key_is_sent_if_there_is_one(fake: FakeServer):

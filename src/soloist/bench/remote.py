@@ -1,6 +1,7 @@
 """Measuring another engine: the very same prompts, sent to any server that speaks OpenAI's completions.
 
-Tokens are those of the server's `usage`, never chunks and never counted here.
+Tokens are those of the server's `usage`, never chunks and never counted here. A server that leaves it out of its
+streams is asked for the same answer in one piece.
 """
 
 import http.client
@@ -8,6 +9,7 @@ import itertools
 import json
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
@@ -35,6 +37,8 @@ class RemoteMeasurement:
     warm: Summary
     # Whether its answers go on behind the model's end, as ours do.
     knows_ignore_eos: bool
+    # Whether its streams say how many tokens they had; without, each answer was asked for again.
+    has_usage_in_stream: bool
     # Tokens it counted in each prompt, by prompt: another count than ours is another prompt.
     prompt_tokens: tuple[int, ...]
 
@@ -60,6 +64,7 @@ class Server:
         self.name: str | None = None
         # Most servers know the field or overlook it; some refuse it by name, and then go without.
         self.knows_ignore_eos = True
+        self.has_usage_in_stream = True
         listed = self._first_model()
         if model is None and listed is None:
             raise ServerError(f"{self.url}/models lists no model; name one with --against-model")
@@ -114,24 +119,54 @@ class Server:
         else:
             path = "/completions"
             body["prompt"] = prompt.text
-        connection = self._connect()
-        try:
-            start_s = time.perf_counter()
-            connection.request("POST", self._url.path + path, json.dumps(body), self._headers)
-            response = connection.getresponse()
-            self._note_name(response)
+        start_s = time.perf_counter()
+        with self._post(path, body) as response:
             if response.status != 200:
                 text = response.read().decode(errors="replace")
                 if "ignore_eos" in text and "ignore_eos" in body:
                     self.knows_ignore_eos = False
                     return self.run_request(prompt, workload)
                 raise ServerError(f"{self.url} answered {response.status}: {text[:300]}")
-            arrivals_s, usage = _read_stream(response)
+            arrivals_s, text, usage = _read_stream(response)
+        if usage is None:
+            self.has_usage_in_stream = False
+            usage = self._count(path, body, text)
+        return self._figures(start_s, arrivals_s, usage)
+
+    @contextmanager
+    def _post(self, path: str, body: dict[str, Any]) -> Iterator[http.client.HTTPResponse]:
+        """Send a request; what goes wrong on the way, also while it is read, is a `ServerError`."""
+        connection = self._connect()
+        try:
+            connection.request("POST", self._url.path + path, json.dumps(body), self._headers)
+            response = connection.getresponse()
+            self._note_name(response)
+            yield response
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(f"{self.url} broke off ({error})") from None
         finally:
             connection.close()
-        return self._figures(start_s, arrivals_s, usage)
+
+    def _count(self, path: str, body: dict[str, Any], text: str) -> dict[str, Any] | None:
+        """Ask for a greedy answer once more, in one piece, of which servers count the tokens; None: this one does not.
+
+        Raises:
+            ServerError: the answer is another.
+        """
+        whole = {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
+        with self._post(path, whole) as response:
+            data = response.read()
+        try:
+            answer = json.loads(data)
+            (choice,) = answer["choices"]
+            again = _text(choice) or _text({"delta": choice.get("message")})
+        except (ValueError, KeyError, TypeError):
+            return None
+        if again != text:
+            raise ServerError(
+                f"{self.url} sends no usage in its stream, and another answer without one: its tokens cannot be counted"
+            )
+        return answer.get("usage")
 
     def _figures(self, start_s: float, arrivals_s: list[float], usage: dict[str, Any] | None) -> RequestFigures:
         if usage is None or not arrivals_s:
@@ -161,18 +196,19 @@ def _parse_url(url: str) -> SplitResult:
     return parts._replace(path=path if path.endswith("/v1") else f"{path}/v1", query="", fragment="")
 
 
-def _read_stream(response: http.client.HTTPResponse) -> tuple[list[float], dict[str, Any] | None]:
-    """Read events; give when each with visible text came, and the usage if there is one."""
-    arrivals_s, usage = [], None
+def _read_stream(response: http.client.HTTPResponse) -> tuple[list[float], str, dict[str, Any] | None]:
+    """Read events; give when each with visible text came, the text, and the usage if there is one."""
+    arrivals_s, pieces, usage = [], [], None
     for event in _events(response):
         now_s = time.perf_counter()
         if "error" in event:
             raise ServerError(f"the server broke off: {json.dumps(event['error'])[:300]}")
         usage = event.get("usage") or usage
         for choice in event.get("choices") or ():
-            if _text(choice):
+            if text := _text(choice):
                 arrivals_s.append(now_s)
-    return arrivals_s, usage
+                pieces.append(text)
+    return arrivals_s, "".join(pieces), usage
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
@@ -209,5 +245,6 @@ def measure_remote(server: Server, workload: Workload, *, repeats: int) -> Remot
         server=server.name,
         warm=summarise(runs),
         knows_ignore_eos=server.knows_ignore_eos,
+        has_usage_in_stream=server.has_usage_in_stream,
         prompt_tokens=tuple(request.prompt_tokens for request in runs[0]),
     )

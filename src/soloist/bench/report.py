@@ -124,6 +124,8 @@ def _differences(ours: Summary, remote: RemoteMeasurement) -> list[str]:
         notes.append(f"the server counts {theirs.prompt_tokens} prompt tokens, we {ours.prompt_tokens}")
     if not remote.knows_ignore_eos:
         notes.append("the server refuses ignore_eos: its answers end where the model ends them")
+    if not remote.has_usage_in_stream:
+        notes.append("the server counts no tokens in its streams: they are those of the same answers in one piece")
     if ours.completion_tokens != theirs.completion_tokens:
         notes.append(f"the server's answers have {theirs.completion_tokens} tokens, ours {ours.completion_tokens}")
     if theirs.is_warm:
