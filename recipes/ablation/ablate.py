@@ -4,6 +4,7 @@
     no term      without the acceptance length
     CE alone     cross-entropy to the text and confidence, nothing of the target's law
     corpus text  as `term`, on what the corpus says behind the prompts instead of the target's own answers
+    Muon         as `term`, with Muon for the maps of layers and hidden states
 
 All drafts are trained side by side, each in a process, for the same number of steps, which is chosen by what a step of
 all of them takes here. Each then answers the same held-out prompts in the engine, greedily and at a temperature of 0.7.
@@ -20,9 +21,9 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.multiprocessing as mp
@@ -48,11 +49,14 @@ from soloist.train.responses import OwnSource, collect_texts
 from soloist.train.settings import DraftShape, ObjectiveSettings, TrainSettings
 from soloist.train.trainer import Trainer
 
-VARIANTS = {
-    "term": (ObjectiveSettings(), "own"),
-    "no term": (ObjectiveSettings(length_weight=0.0), "own"),
-    "CE alone": (ObjectiveSettings(ce_weight=1.0, l1_weight=0.0, length_weight=0.0), "own"),
-    "corpus text": (ObjectiveSettings(), "corpus"),
+NO_TERM = ObjectiveSettings(length_weight=0.0)
+# Objective, texts, optimiser.
+VARIANTS: dict[str, tuple[ObjectiveSettings, str, Literal["adamw", "muon"]]] = {
+    "term": (ObjectiveSettings(), "own", "adamw"),
+    "no term": (NO_TERM, "own", "adamw"),
+    "CE alone": (replace(NO_TERM, ce_weight=1.0, l1_weight=0.0), "own", "adamw"),
+    "corpus text": (ObjectiveSettings(), "corpus", "adamw"),
+    "Muon": (ObjectiveSettings(), "own", "muon"),
 }
 REFERENCE = "term"
 SEEDS = (0, 1, 2)
@@ -103,6 +107,7 @@ def make_settings(variant: str, seed: int, options: argparse.Namespace, num_step
         documents_per_step=options.texts_per_step,
         anchors_per_document=32 if is_gpu else 4,
         learning_rate=2e-3,
+        optimizer=VARIANTS[variant][2],
         compute_dtype="bf16" if is_gpu else "fp32",
         loss_rows=8192,
         seed=seed,
@@ -310,9 +315,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--seconds", type=float, default=240.0, help="of training, all side by side")
     parser.add_argument("--seeds", type=int, default=len(SEEDS))
-    parser.add_argument("--num-prompts", type=int, default=8000)
+    parser.add_argument("--num-prompts", type=int, default=6000)
     parser.add_argument("--num-held-out", type=int, default=100)
-    parser.add_argument("--texts-per-step", type=int, default=128)
+    parser.add_argument("--texts-per-step", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=NUM_TOKENS, help="of an answer")
     parser.add_argument("--compare", action="store_true", help="train nothing: compare what is there")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "nano"))
 from prompts import make_prompts
 
 # Characters of text that are kept behind a prompt: more than an answer has.
-REST_CHARS = 1600
+REST_CHARS = 900
 NUM_HELD_OUT = 120
 
 

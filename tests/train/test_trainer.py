@@ -23,9 +23,10 @@ def parameters(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in trainer.parameters.items()}
 
 
-def test_a_run_that_was_stopped_goes_on_to_the_same_bits(tmp_path: Path):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_that_was_stopped_goes_on_to_the_same_bits(optimizer: str, tmp_path: Path):
     target = load_target(tmp_path / "target")
-    texts, settings = make_texts(target, 12), make_settings()
+    texts, settings = make_texts(target, 12), make_settings(optimizer=optimizer)
     whole = Trainer(target, texts, settings)
     first = parameters(whole)
     whole.run()
@@ -118,6 +119,16 @@ def test_states_kept_in_memory_train_as_computed_ones_do(tmp_path: Path):
     computed.run()
     for name, p in parameters(computed).items():
         assert (parameters(kept)[name] - p).norm() < 1e-5 * p.norm() + 1e-6, name
+
+
+def test_muon_has_the_maps_of_hidden_states_and_no_table_of_the_vocabulary(tmp_path: Path):
+    target = load_target(tmp_path / "target")
+    trainer = Trainer(target, make_texts(target, 12), make_settings(optimizer="muon"))
+    adamw, muon = ([p for group in o.param_groups for p in group["params"]] for o in trainer.optimizers)
+    owned = {name for name, p in trainer.parameters.items() if any(p is other for other in muon)}
+    assert len(adamw) + len(muon) == len(trainer.parameters)
+    assert {"fc.weight", "layers.1.mlp.down_proj.weight", "layers.0.self_attn.q_proj.weight"} <= owned
+    assert not any("markov" in name or "norm" in name or "confidence" in name for name in owned)
 
 
 def test_the_rate_rises_in_a_line_and_falls_as_a_cosine():

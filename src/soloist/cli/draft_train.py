@@ -98,6 +98,9 @@ def train(
         int, typer.Option("--anchors", help="Places of a text that a step drafts from.", metavar="N")
     ] = 64,
     learning_rate: Annotated[float, typer.Option("--lr", help="Highest learning rate.", metavar="X")] = 6e-4,
+    optimizer: Annotated[
+        Literal["adamw", "muon"], typer.Option("--optimizer", help="Of the draft's maps; the rest has AdamW.")
+    ] = "adamw",
     ce_weight: Annotated[float, typer.Option("--ce-weight", help="Cross-entropy to the text.", metavar="X")] = 0.1,
     l1_weight: Annotated[float, typer.Option("--l1-weight", help="Distance of the laws.", metavar="X")] = 0.9,
     confidence_weight: Annotated[
@@ -164,6 +167,7 @@ def train(
         documents_per_step=texts_per_step,
         anchors_per_document=anchors,
         learning_rate=learning_rate,
+        optimizer=optimizer,
         compute_dtype="fp32" if dtype == "float32" or (dtype is None and device in (None, "cpu")) else "bf16",
         seed=seed,
         stores_heads=heads,

@@ -1,7 +1,7 @@
 """What a training run is asked to do. Owns the checks of these wishes; the defaults are DeepSpec's where it has one."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from soloist.errors import UsageError
 from soloist.models.causal_lm import ModelConfig
@@ -113,6 +113,8 @@ class TrainSettings:
     # Blocks drawn from a document in a step; fewer where its answer is short.
     anchors_per_document: int = 64
     learning_rate: float = 6e-4
+    # Of the maps of layers and of the hidden states; the rest has AdamW. Both take the same rate.
+    optimizer: Literal["adamw", "muon"] = "adamw"
     # Share of the steps in which the rate rises to its height; then it falls as a cosine to 0.
     warmup_share: float = 0.04
     weight_decay: float = 0.0
@@ -141,6 +143,7 @@ class TrainSettings:
         _require(self.weight_decay >= 0, f"weight_decay is {self.weight_decay}; allowed: 0 and more")
         _require(0 <= self.warmup_share < 1, f"warmup_share is {self.warmup_share}; allowed: 0 to below 1")
         _require(0 < self.held_out_share < 1, f"held_out_share is {self.held_out_share}; allowed: between 0 and 1")
+        _require(self.optimizer in ("adamw", "muon"), f"optimizer is {self.optimizer!r}; adamw or muon")
         _require(self.compute_dtype in ("bf16", "fp32"), f"compute_dtype is {self.compute_dtype!r}; bf16 or fp32")
 
     def to_json(self) -> dict[str, Any]:

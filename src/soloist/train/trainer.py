@@ -39,6 +39,8 @@ from soloist.train.settings import TrainSettings
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Adam's memory of gradients and of their squares.
 BETAS = (0.9, 0.95)
+# What the optimisers remember of a parameter.
+STATE_KEYS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
 STATE_NAME, METRICS_NAME = "training-state.safetensors", "metrics.jsonl"
 # Of fp32: half a GB.
 LOGITS_AT_ONCE = 2**27
@@ -109,6 +111,25 @@ def learning_rate(settings: TrainSettings, step: int) -> float:
     return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
 
 
+def make_optimizers(
+    parameters: dict[str, nn.Parameter], settings: TrainSettings, device: torch.device
+) -> list[torch.optim.Optimizer]:
+    """Make what changes the parameters: AdamW, and Muon for the matrices that map hidden states if it is asked for.
+
+    Tables of the vocabulary are never orthogonalised: the Markov head then stays without effect.
+    """
+    is_muon = settings.optimizer == "muon"
+    maps = [p for name, p in parameters.items() if is_muon and p.dim() == 2 and name.startswith(("layers.", "fc."))]
+    rest = [p for p in parameters.values() if all(p is not other for other in maps)]
+    rate, decay = settings.learning_rate, settings.weight_decay
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(rest, rate, BETAS, weight_decay=decay, fused=device.type == "cuda")
+    ]
+    if maps:
+        optimizers.append(torch.optim.Muon(maps, rate, decay, adjust_lr_fn="match_rms_adamw"))
+    return optimizers
+
+
 def read_num_steps(folder: Path) -> int | None:
     """Say how many steps the run has whose checkpoint is in a folder; None: there is none."""
     if not (folder / STATE_NAME).is_file():
@@ -168,13 +189,7 @@ class Trainer:
         if self.num_ranks > 1:
             self._module = DistributedDataParallel(self._step)
         self.parameters = dict(self.network.named_parameters())
-        self.optimizer = torch.optim.AdamW(
-            self.parameters.values(),
-            lr=settings.learning_rate,
-            betas=BETAS,
-            weight_decay=settings.weight_decay,
-            fused=self.device.type == "cuda",
-        )
+        self.optimizers = make_optimizers(self.parameters, settings, self.device)
         self.step = 0
         # A TensorBoard writer, if the package is installed.
         self._board: Any = None
@@ -218,8 +233,9 @@ class Trainer:
 
     def _train_step(self) -> tuple[Batch, torch.Tensor, SlotFigures]:
         s, step = self.settings, self.step
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(s, step)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(s, step)
         chosen = choose_texts(len(self.trained), s.documents_per_step, s.seed, step)
         # Every `num_ranks`-th document is this process's.
         batch, states = self._read([self.trained[i] for i in chosen[self.rank :: self.num_ranks]], step)
@@ -228,11 +244,13 @@ class Trainer:
         if self.num_ranks > 1:
             dist.all_reduce(totals)
         loss, figures = self._module(batch, states, totals, is_last_stage)
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         # DDP averages gradients; the loss is a sum over processes.
         (loss * self.num_ranks).backward()
         nn.utils.clip_grad_norm_(self.parameters.values(), s.max_grad_norm)
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         return batch, loss.detach(), figures
 
     def _read(self, numbers: Sequence[int], step: int) -> tuple[Batch, States]:
@@ -307,9 +325,10 @@ class Trainer:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"parameter.{name}": p.detach() for name, p in self.parameters.items()}
-        for name, p in self.parameters.items():
-            for key, value in self.optimizer.state[p].items():
-                tensors[f"{key}.{name}"] = value
+        for optimizer in self.optimizers:
+            for p, state in optimizer.state.items():
+                name = next(name for name, other in self.parameters.items() if other is p)
+                tensors |= {f"{key}.{name}": value for key, value in state.items()}
         unfinished = self.folder / (STATE_NAME + ".part")
         metadata = {
             "step": str(self.step),
@@ -334,7 +353,9 @@ class Trainer:
         with torch.no_grad():
             for name, p in self.parameters.items():
                 p.copy_(tensors[f"parameter.{name}"])
-        for name, p in self.parameters.items():
-            keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in tensors]
-            self.optimizer.state[p] = {key: tensors[f"{key}.{name}"] for key in keys}
+        names = {p: name for name, p in self.parameters.items()}
+        for optimizer in self.optimizers:
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                keys = [key for key in STATE_KEYS if f"{key}.{names[p]}" in tensors]
+                optimizer.state[p] = {key: tensors[f"{key}.{names[p]}"] for key in keys}
         self.step = int(metadata["step"])
