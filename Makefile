@@ -4,13 +4,13 @@
 #   TORCH_INDEX  an extra package index with CPU builds of PyTorch, for machines where the default one has none
 #   PROMPT       what `make run` asks
 #   JOBS         test processes
-#   RANKS        GPUs that share a model in `make bench-gpus`
+#   GPUS         GPUs of `make bench-gpu`; above 1 they share one model
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 PROMPT ?= Why is the sky blue?
 JOBS ?= 2
-RANKS ?= 2
+GPUS ?= 1
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
@@ -27,7 +27,7 @@ EVALUATION_VENV := $(VENV)-evaluation
 EVALUATION_STAMP := $(EVALUATION_VENV)/stamp
 export PROMPT
 
-.PHONY: help run test test-clients test-browser test-replicas fuzz check docs bench-cpu test-gpu bench-gpu bench-gpus bench-gpu-ladder bench-gpu-peers clean
+.PHONY: help run test test-clients test-browser test-replicas fuzz check docs bench-cpu test-gpu bench-gpu bench-gpu-ladder bench-gpu-peers clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -67,20 +67,22 @@ bench-cpu: $(RUN_STAMP)  ## Compare with other engines on this CPU: builds them 
 
 # On a machine with a GPU the interpreter that has PyTorch for CUDA is used as it is; nothing is installed.
 test-gpu:  ## Every kernel and the captured step on this machine's GPU, with PYTHON's own packages
-	PYTHONPATH=src $(PYTHON) -m pytest -q -p no:cacheprovider -n 12 tests/kernels tests/runtime tests/profiler \
-	    tests/spec/test_draft_graph.py \
+	PYTHONPATH=src $(PYTHON) -m pytest -q -p no:cacheprovider -o addopts=--import-mode=importlib -rf --durations 5 \
+	    $$($(PYTHON) -c 'import os, xdist; print("-n", min(12, os.cpu_count()), "--dist worksteal")' 2>/dev/null) \
+	    tests/kernels tests/runtime tests/profiler tests/spec/test_draft_graph.py \
 	    -k "(triton or head or graph or cuda or gpu or loop or waits or ahead) and not machine_code"
 
-bench-gpu:  ## Decode and verify steps of full-size models, and every kernel, on this machine's GPU
+bench-gpu:  ## Steps of full-size models on this machine's GPU, and every kernel; with GPUS=2, 4 or 8 Ling-3.0-flash whole on so many
+ifeq ($(GPUS),1)
 	PYTHONPATH=src $(PYTHON) benchmarks/decode_gpu.py qwen2-1.5b-nodraft ling3-tiny-nodraft ling3-tiny-verify \
 	    ling3-flash-shard2-nodraft ling3-flash-shard2-verify
 	PYTHONPATH=src $(PYTHON) benchmarks/kernels_hybrid.py --shapes flash-tp1,flash-tp2,tiny \
 	    --json benchmarks/results/h200/kernels.json
-
-bench-gpus:  ## Ling-3.0-flash whole on RANKS GPUs of this machine, and the sums between them
-	PYTHONPATH=src $(PYTHON) benchmarks/allreduce_gpu.py --ranks $(RANKS)
-	PYTHONPATH=src $(PYTHON) benchmarks/decode_tp_gpu.py --ranks $(RANKS) nodraft dspark mtp
-	PYTHONPATH=src $(PYTHON) benchmarks/decode_tp_gpu.py --ranks $(RANKS) --model ling-3.0-tiny nodraft
+else
+	PYTHONPATH=src $(PYTHON) benchmarks/decode_tp_gpu.py --ranks $(GPUS) nodraft dspark mtp ladder
+	PYTHONPATH=src $(PYTHON) benchmarks/allreduce_gpu.py --ranks $(GPUS)
+	PYTHONPATH=src $(PYTHON) benchmarks/decode_tp_gpu.py --ranks $(GPUS) --model ling-3.0-tiny nodraft
+endif
 
 bench-gpu-ladder:  ## What each switch of a step gives, drafts by width, the way to the first token, on this machine's GPU
 	PYTHONPATH=src $(PYTHON) benchmarks/ladder_gpu.py qwen2-1.5b-ladder qwen2-1.5b-drafts ling3-tiny-ladder
