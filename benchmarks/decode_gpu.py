@@ -114,7 +114,7 @@ def count_distinct_experts(model: CausalLM, runner: ModelRunner) -> float | None
     try:
         width = runner.buffers.max_width
         for _ in range(4):
-            ids = torch.randint(model.config.vocab_size, (width,), device="cuda")
+            ids = torch.randint(model.config.vocab_size, (width,), device=model.device)
             model.forward(ids, runner.cache, StepKind.DECODE if width == 1 else StepKind.VERIFY)
     finally:
         feed_forward.moe = original

@@ -1,12 +1,13 @@
-"""Time steps of Ling-3.0 at full size on several GPUs: random weights, spread routing, one graph a rank.
+"""Ling-3.0 at full size on several GPUs: steps by width, the time per token, the prompt, what each switch gives.
 
 `PYTHONPATH=src python benchmarks/decode_tp_gpu.py --ranks 2 CASE [CASE ...]` starts a process per GPU, as `torchrun`
-would; rank 0 writes `FOLDER/CASE.json`. The rows of a step are independent random ids, so that routing spreads as
-uniform routing does, and the experts are counted; drafts are made, then replaced by such ids. Acceptance is simulated.
+would; rank 0 writes `FOLDER/h200x2/CASE.json`, anew with each part of a case. Weights and rows are those of
+`model_bench`.
 """
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import socket
@@ -14,247 +15,116 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import date
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import triton
 
-from decode_gpu import CONTEXT_LEN, built_in, commit_id, count_distinct_experts, count_nodes
+from decode_gpu import built_in, commit_id
+from ladder_gpu import measure_rungs
+from model_bench import Bench
+from soloist.bench.ladder import ladder
+from soloist.bench.prompts import measure_prompt
+from soloist.bench.results import Result, device_name, machine_folder
+from soloist.bench.steps import StepFigures
 from soloist.config import disable_multicast
 from soloist.engine import Engine
 from soloist.kernels.allreduce import TensorParallel
-from soloist.kernels.clock import stamp
 from soloist.kernels.mailboxes import make_mailboxes
-from soloist.models import load_model
-from soloist.models.bailing_moe_v3 import BailingMoeV3MTP
-from soloist.models.causal_lm import CausalLM
-from soloist.models.footprint import CountingSource
-from soloist.models.loader import RandomSource, choose_placement
+from soloist.models.memory import free_bytes
 from soloist.request_stats import RequestStats
-from soloist.roofline import measure_bandwidth
-from soloist.runtime.buffers import SamplingPlan, StepBuffers
-from soloist.runtime.graph import StepGraph
-from soloist.runtime.runner import ModelRunner
+from soloist.runtime.graph import Execution
 from soloist.sampling_params import SamplingParams
-from soloist.spec.drafter import Drafter, NoDrafter
-from soloist.spec.dspark import DSpark, make_random_dspark
-from soloist.spec.dspark_config import random_config
-from soloist.spec.mtp import MTPDrafter
-from soloist.spec.setup import DrafterSetup
-from soloist.spec.verify import Verdict
 
-NUM_STEPS = 100
-REPEATS = 3
-# Tokens of an answer for TPOT; the published run has as many.
+# Tokens of an answer; the published run has as many.
 ANSWER_TOKENS = 1024
-ROOM = CONTEXT_LEN + ANSWER_TOKENS + 64
+# Lots by which drafts are kept, so that their mean is the one asked for.
+NUM_LOTS = 3
+# Steps of a repeat.
+MOST_STEPS = 160
+# How long a rank waits for another: some compile longer.
+WAIT_S = 60.0
 # Acceptance lengths by width at which TPOT is quoted.
-STANDARD_POINTS = {4: (2.0,), 6: (3.25,), 9: (4.7, 6.4), 16: (9.95,)}
-
-
+STANDARD_POINTS = {1: (None,), 4: (2.0,), 6: (3.25,), 9: (4.7, 6.4), 16: (9.95,)}
+# Of the drafts of the ladder.
+LADDER_WIDTH, LADDER_ACCEPTANCE = 16, 9.95
 # Built-in models, as cases call them.
 NAMES = {"ling-3.0-flash": "ling3-flash", "ling-3.0-tiny": "ling3-tiny"}
+# What was published for Ling-3.0-flash on four Blackwell GPUs, 32 TB/s together, at the same sizes.
+REFERENCE = {
+    "nodraft": {"tpot_ms": 3.33, "output_tok_per_s": 288, "acceptance_length": 3.14, "drafter": "mtp, not tuned"},
+    "mtp": {"tpot_ms": 1.53, "output_tok_per_s": 606, "acceptance_length": 3.25},
+    "dspark": {"tpot_ms": 0.78, "output_tok_per_s": 1120, "acceptance_length": 9.95},
+}
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured under one name: widths, and the block of a DSpark draft by width."""
+    """What is measured under one name."""
 
-    drafter: str
+    drafter: str | None
     widths: tuple[int, ...]
 
 
 CASES = {
-    "nodraft": Case("off", (1,)),
+    "nodraft": Case(None, (1,)),
     "mtp": Case("mtp", (6,)),
     "dspark": Case("dspark", (4, 9, 16)),
+    "ladder": Case("dspark", (LADDER_WIDTH,)),
 }
 
 
-class RandomRows(Drafter):
-    """Has another drafter draft, then fills the step with independent random ids, the same on every rank."""
+class RankBench(Bench):
+    """A bench whose measurements all ranks begin together."""
 
-    def __init__(self, drafter: Drafter, width: int, vocab_size: int, device: torch.device) -> None:
-        self.inner, self.name, self.width = drafter, drafter.name, width
-        self.max_drafts, self.has_draft_law = width - 1, drafter.has_draft_law
-        self.capture_layers, self.max_context_len = drafter.capture_layers, drafter.max_context_len
-        # (1024, T) int64, and the row that is next, (1,) int64.
-        generator = torch.Generator().manual_seed(0)
-        self._table = torch.randint(vocab_size, (1024, width), generator=generator).to(device)
-        self._next = torch.zeros(1, dtype=torch.int64, device=device)
-        self.begin, self.skip, self.prefill_chunk = drafter.begin, drafter.skip, drafter.prefill_chunk  # type: ignore[method-assign]
-        self.snapshot, self.restore = drafter.snapshot, drafter.restore  # type: ignore[method-assign]
+    def make_engine(self, *args: Any, **kwargs: Any) -> tuple[Engine, Any]:
+        clear()
+        self.meet()
+        return super().make_engine(*args, **kwargs)
 
-    def propose(self, buffers: StepBuffers, context_len: torch.Tensor) -> None:
-        if self.inner.max_drafts:
-            self.inner.propose(buffers, context_len)
-        buffers.input_ids.copy_(self._table.index_select(0, self._next)[0])
-        self._next.add_(1).remainder_(self._table.shape[0])
+    def meet(self) -> None:
+        """Let all ranks go on together, with empty queues."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            dist.barrier(self.group.process_group, device_ids=[self.device.index])
+            torch.cuda.synchronize()
+        else:
+            dist.barrier(self.group.process_group)
 
-    def update(
-        self, buffers: StepBuffers, verdict: Verdict, hidden: torch.Tensor, captured: torch.Tensor | None
-    ) -> None:
-        self.inner.update(buffers, verdict, hidden, captured)
+    @property
+    def best(self) -> Execution:
+        """The engine's own way to run steps."""
+        return Execution.best_for(self.device)
 
 
-@dataclass
-class Rank:
-    """One rank at work."""
-
-    group: TensorParallel
-    device: torch.device
-    bandwidth: float
-    target: CausalLM
-    max_context_len: int
-
-    def setup(self, width: int) -> DrafterSetup:
-        return DrafterSetup(
-            target=self.target,
-            max_context_len=self.max_context_len,
-            num_tokens=self.target.config.vocab_size,
-            max_width=width,
-        )
-
-    def make_drafter(self, name: str, width: int) -> tuple[Drafter, Callable[[float | None], float]]:
-        """Make a drafter, and what gives the bytes that one rank reads to draft, by the experts of an update."""
-        if name == "mtp":
-            source = RandomSource(0, choose_placement(self.device, self.target.dtype, None, self.group))
-            counted = CountingSource(source)
-            mtp = BailingMoeV3MTP(self.target, counted)
-            drafter = MTPDrafter(mtp, max_context_len=self.max_context_len, max_drafts=width - 1)
-            footprint = counted.footprint(mtp.make_cache(1), self.target.config, num_layers=1)
-            head_bytes = self.target.lm_head.numel() * self.target.lm_head.element_size()
-
-            def mtp_bytes(experts: float | None) -> float:
-                chain = (width - 2) * footprint.step_bytes(1, CONTEXT_LEN).total
-                update = footprint.step_bytes(width, CONTEXT_LEN, distinct_experts=experts).total
-                return chain + update + (width - 1) * head_bytes
-
-            return drafter, mtp_bytes
-        if name == "dspark":
-            config = random_config(self.target.config, block_size=15 if width == 16 else 8)
-            drafter = make_random_dspark(self.setup(width), config)
-            assert isinstance(drafter, DSpark)
-            return drafter, lambda experts: drafter.model.read_bytes(CONTEXT_LEN, width - 1)
-        return NoDrafter(), lambda experts: 0.0
-
-    def barrier(self) -> None:
-        """Let all ranks go on together."""
-        torch.cuda.synchronize()
-        dist.barrier(self.group.process_group, device_ids=[self.device.index])
-        torch.cuda.synchronize()
-
-
-def make_runner(rank: Rank, drafter: Drafter, width: int) -> ModelRunner:
-    return ModelRunner(
-        rank.target,
-        max_context_len=rank.max_context_len,
-        max_width=width,
-        has_draft_probs=drafter.has_draft_law,
-        capture_layers=drafter.capture_layers,
-    )
+def clear() -> None:
+    """Give back what the last measurement held."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 @torch.inference_mode()
-def time_steps(rank: Rank, name: str, width: int) -> dict[str, Any]:
-    """Time captured steps of one width behind a filled context."""
-    inner, draft_bytes = rank.make_drafter(name, width)
-    drafter = RandomRows(inner, width, rank.target.config.vocab_size, rank.device)
-    runner = make_runner(rank, drafter, width)
-    engine = Engine(runner, drafter)
-    buffers, plan = runner.buffers, SamplingPlan.of(SamplingParams())
-    prompt = random_prompt(rank)
-    prefill_ms = []
-    for _ in range(3):
-        runner.cache.reset()
-        drafter.begin(prompt, plan)
-        rank.barrier()
-        started_s = time.perf_counter()
-        runner.prefill(prompt[:-1], on_chunk=drafter.prefill_chunk)
-        torch.cuda.synchronize()
-        prefill_ms.append(1e3 * (time.perf_counter() - started_s))
-    rank.barrier()
-    experts = count_distinct_experts(rank.target, runner)
-    times = torch.zeros(NUM_STEPS, 2, dtype=torch.int64, device=rank.device)
-    counter = torch.zeros((), dtype=torch.int64, device=rank.device)
-    step_of_engine = engine.make_step(plan)
-
-    def step() -> None:
-        stamp(times, counter, is_end=False)
-        step_of_engine()
-        stamp(times, counter, is_end=True)
-
-    buffers.end()
-    graph = StepGraph(step)
-    step_ms, host_us, idle, committed = [], [], [], 0
-    for _ in range(REPEATS):
-        runner.cache.context_len.fill_(CONTEXT_LEN)
-        engine.ring.reset()
-        buffers.begin([1], SamplingParams(), seed=0, max_tokens=16 * NUM_STEPS, stop_ids=[])
-        counter.zero_()
-        rank.barrier()
-        graph.replay()
-        torch.cuda.synchronize()
-        counter.zero_()
-        rank.barrier()
-        started_s = time.perf_counter()
-        for _ in range(NUM_STEPS):
-            graph.replay()
-        host_us.append(1e6 * (time.perf_counter() - started_s) / NUM_STEPS)
-        torch.cuda.synchronize()
-        starts, ends = times.T.tolist()
-        wall_ns = ends[-1] - starts[0]
-        step_ms.append(wall_ns / NUM_STEPS / 1e6)
-        idle.append(1 - sum(e - s for s, e in zip(starts, ends, strict=True)) / wall_ns)
-        committed += int(runner.cache.context_len) - CONTEXT_LEN
-    assert committed >= REPEATS * NUM_STEPS, "steps committed nothing"
-    rank.group.mailboxes.check()
-    num_nodes, num_programmatic = count_nodes(graph)
-    floor_ms = rank.target.footprint.step_floor_ms(
-        width,
-        CONTEXT_LEN,
-        bandwidth_gb_per_s=rank.bandwidth,
-        distinct_experts=experts,
-        draft_bytes=draft_bytes(experts),
-    )
-    median = statistics.median(step_ms)
-    return {
-        "width": width,
-        "step_ms_median": round(median, 4),
-        "step_ms_spread": round(max(step_ms) - min(step_ms), 4),
-        "floor_step_ms": round(floor_ms, 4),
-        "share_of_floor": round(floor_ms / median, 3),
-        "launches_per_step": num_nodes,
-        "programmatic_edges": num_programmatic,
-        "idle_share": round(statistics.median(idle), 4),
-        "host_us_per_step": round(statistics.median(host_us), 1),
-        "syncs_per_step": 0,
-        "distinct_experts": None if experts is None else round(experts, 1),
-        "prefill_ms": round(min(prefill_ms), 1),
-    }
+def time_prompt(bench: RankBench) -> dict[str, Any]:
+    """Read a prompt of as many tokens as the context."""
+    engine, _ = bench.make_engine(bench.best)
+    prompt = torch.randint(engine.runner.buffers.num_tokens, (bench.context_len,), device=bench.device)
+    figures = asdict(measure_prompt(engine.runner, prompt, meet=bench.meet))
+    bench.say(f"prompt {json.dumps(figures)}")
+    return figures
 
 
-def random_prompt(rank: Rank) -> torch.Tensor:
-    """Draw a prompt, the same on every rank."""
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(rank.target.config.vocab_size, (CONTEXT_LEN,), generator=generator).to(rank.device)
-
-
-def time_answer(rank: Rank, name: str, width: int, acceptance: float | None) -> dict[str, Any]:
-    """Read a prompt and answer through the engine, tokens taken from the ring; acceptance by lot."""
-    inner, _ = rank.make_drafter(name, width)
-    drafter = RandomRows(inner, width, rank.target.config.vocab_size, rank.device)
-    engine = Engine(make_runner(rank, drafter, width), drafter, simulated_acceptance=acceptance)
-    prompt = random_prompt(rank).tolist()
-    # The first captures the step. Of lots there are several, so that their mean is the one asked for.
-    answer(rank, engine, prompt, seed=0, max_tokens=2 * width)
-    runs = [answer(rank, engine, prompt, seed=seed, max_tokens=ANSWER_TOKENS) for seed in range(3 if acceptance else 1)]
-    rank.group.mailboxes.check()
+def time_answers(bench: RankBench, drafter: str | None, width: int, acceptance: float | None) -> dict[str, Any]:
+    """Read a prompt and answer through the engine, tokens taken from the ring; drafts are kept by lot."""
+    engine, _ = bench.make_engine(bench.best, drafter=drafter, width=width, acceptance_length=acceptance)
+    prompt = torch.randint(engine.runner.buffers.num_tokens, (bench.context_len,), device=bench.device).tolist()
+    # The first captures the step.
+    answer(bench, engine, prompt, seed=0, max_tokens=2 * width)
+    lots = range(NUM_LOTS if acceptance else 1)
+    runs = [answer(bench, engine, prompt, seed=seed, max_tokens=ANSWER_TOKENS) for seed in lots]
+    bench.check()
     gaps = sorted(gap for _, _, run_gaps in runs for gap in run_gaps)
     total_s, stats = sum(total_s for _, total_s, _ in runs), [stats for stats, _, _ in runs]
     num_tokens = sum(one.completion_tokens for one in stats)
@@ -265,122 +135,154 @@ def time_answer(rank: Rank, name: str, width: int, acceptance: float | None) -> 
         "step_gap_ms_p10": round(gaps[len(gaps) // 10], 4),
         "step_gap_ms_p90": round(gaps[9 * len(gaps) // 10], 4),
         "ttft_ms": round(1e3 * statistics.median(one.ttft_s or 0.0 for one in stats), 1),
+        # The prompt included.
         "output_tok_per_s": round(num_tokens / total_s, 1),
     }
 
 
 def answer(
-    rank: Rank, engine: Engine, prompt: list[int], *, seed: int, max_tokens: int
+    bench: RankBench, engine: Engine, prompt: list[int], *, seed: int, max_tokens: int
 ) -> tuple[RequestStats, float, list[float]]:
     """Answer once: the stats, the seconds with the prompt included, and the ms between steps' tokens."""
-    rank.barrier()
+    bench.meet()
     generation = engine.generate(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=seed))
     # Not in step with rank 0 by words: every rank decides the same from the same tokens.
-    gaps, last_s, started_s = [], None, time.perf_counter()
-    for result in generation:
-        now_s = time.perf_counter()
-        if result.token_ids and last_s is not None:
-            gaps.append(1e3 * (now_s - last_s))
-        last_s = now_s
-    stats = generation.stats
-    assert stats.completion_tokens == max_tokens
-    return stats, time.perf_counter() - started_s, gaps
+    started_s = time.perf_counter()
+    times_s = [time.perf_counter() for result in generation if result.token_ids]
+    total_s = time.perf_counter() - started_s
+    assert generation.stats.completion_tokens == max_tokens
+    return generation.stats, total_s, [1e3 * (b - a) for a, b in itertools.pairwise(times_s)]
 
 
-def run_case(rank: Rank, case: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure one case on every rank; the figures are this rank's."""
-    known, rows, points = CASES[case], [], {}
-    full_name = f"{NAMES[arguments.model]}-tp{rank.group.size}-{case}"
-    for width in known.widths:
-        rows.append(time_steps(rank, known.drafter, width))
-        report(rank, full_name, rows[-1])
-        clear()
-        for acceptance in STANDARD_POINTS.get(width, (None,)):
-            point = "1@1" if acceptance is None else f"{acceptance:g}@{width}"
-            points[point] = time_answer(rank, known.drafter, width, acceptance)
-            report(rank, full_name, {point: points[point]})
-            clear()
-    best = min(points.values(), key=lambda point: point["tpot_ms"])
-    return {
-        "case": full_name,
-        "date": date.today().isoformat(),
-        "commit": arguments.commit,
-        "command": " ".join(["python", "benchmarks/decode_tp_gpu.py", *arguments.words]),
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "model": arguments.model,
-        "weights": "random",
-        "tensor_parallel_size": rank.group.size,
-        "dtype": "bfloat16",
-        "context_len": CONTEXT_LEN,
-        "acceptance_simulated": known.drafter != "off",
-        "bandwidth_gb_per_s": round(rank.bandwidth),
-        "step_ms_by_width": {row["width"]: row["step_ms_median"] for row in rows},
-        "floor_step_ms_by_width": {row["width"]: row["floor_step_ms"] for row in rows},
-        "distinct_experts_by_width": {row["width"]: row["distinct_experts"] for row in rows},
-        "prefill_ms": min(row["prefill_ms"] for row in rows),
-        "tpot_ms_at": {point: answer["tpot_ms"] for point, answer in points.items()},
-        "output_tok_per_s": best["output_tok_per_s"],
-        "answers": points,
-        "rows": rows,
+def step_row(width: int, figures: StepFigures, floor: dict[str, Any]) -> dict[str, Any]:
+    """Put down the steps of one width."""
+    return {"width": width} | asdict(figures) | floor
+
+
+def measure_case(bench: RankBench, name: str, case: Case) -> Iterator[Result]:
+    """Measure steps of every width, then answers at the standard points; gives what is measured so far."""
+    rows, answers, last = [], {}, None
+    for width in case.widths:
+        figures, floor = bench.measure(bench.best, drafter=case.drafter, width=width, most_steps=MOST_STEPS)
+        rows.append(step_row(width, figures, floor))
+        bench.check()
+        bench.say(f"{name} {json.dumps(rows[-1])}")
+        last = bench.result(name, figures, floor, width=width)
+    assert last is not None
+    by_width: dict[str, Any] = {
+        "step_ms_by_width": {str(row["width"]): row["step_ms"]["median"] for row in rows},
+        "floor_step_ms_by_width": {str(row["width"]): row["floor_step_ms"] for row in rows},
+        "distinct_experts_by_width": {
+            str(row["width"]): experts for row in rows for experts in row.get("distinct_experts_by_width", {}).values()
+        },
     }
+    # TPOT is of requests.
+    last = replace(last, acceptance_length=None, tpot_ms_mean=None, **by_width)
+    last.details["rows"] = rows
+    yield last
+    for width in case.widths:
+        for acceptance in STANDARD_POINTS[width]:
+            point = f"{acceptance or 1:g}@{width}"
+            answers[point] = time_answers(bench, case.drafter, width, acceptance)
+            bench.say(f"{name} {point} {json.dumps(answers[point])}")
+            best = min(answers.values(), key=lambda found: found["tpot_ms"])
+            last.details["answers"] = answers
+            yield replace(
+                last,
+                acceptance_simulated=case.drafter is not None,
+                acceptance_length=best["acceptance_length"],
+                tpot_ms_mean=best["tpot_ms"],
+                ttft_ms=best["ttft_ms"],
+                output_tok_per_s=best["output_tok_per_s"],
+                tpot_ms_at={point: found["tpot_ms"] for point, found in answers.items()},
+            )
 
 
-def clear() -> None:
-    """Give back what the last measurement held."""
-    gc.collect()
-    torch.cuda.empty_cache()
+def climb(bench: RankBench, name: str) -> Iterator[Result]:
+    """Measure what each switch gives."""
+    settings = ladder(has_experts=True, run_ahead=2, draft="dspark", is_adaptive=False, num_ranks=bench.group.size)
+    if bench.device.type != "cuda":
+        settings = [replace(rung, execution=bench.best) for rung in settings]
+    draft = {"drafter": "dspark", "width": LADDER_WIDTH, "acceptance_length": LADDER_ACCEPTANCE}
+    rungs = measure_rungs(bench, name, settings, **draft)
+    yield replace(rungs[-1], case=name, rungs=tuple(rungs), details=dict(rungs[-1].details))
 
 
-def report(rank: Rank, name: str, figures: dict[str, Any]) -> None:
-    if rank.group.rank == 0:
-        print(name, json.dumps(figures), flush=True)
+def beside_one_gpu(bench: RankBench, step_ms: float) -> dict[str, Any] | None:
+    """Measure the same model whole on each GPU, if it fits: whether sharing it is worth it. None: it does not fit."""
+    whole_bytes = bench.target.report.weight_bytes * bench.group.size
+    if bench.device.type == "cuda" and free_bytes(bench.device) < 1.2 * whole_bytes:
+        return None
+    alone = Bench(bench.name, bench.config, device=str(bench.device), context_len=bench.context_len, room=bench.room)
+    figures, _ = alone.measure(bench.best, most_steps=MOST_STEPS)
+    one_ms = figures.step_ms.median
+    advice = f"{bench.group.size} GPUs" if step_ms < one_ms else "one GPU: sharing it costs more than it saves"
+    return {"step_ms_median": one_ms, "times_faster_shared": round(one_ms / step_ms, 3), "take": advice}
 
 
-def connect(rank: int, size: int, hidden_size: int) -> tuple[TensorParallel, torch.device]:
+def run_case(bench: RankBench, case: str, prompt: dict[str, Any]) -> Iterator[Result]:
+    """Measure one case on every rank; the figures are this rank's."""
+    name = f"{NAMES.get(bench.name, bench.name)}-tp{bench.group.size}-{case}"
+    results = climb(bench, name) if case == "ladder" else measure_case(bench, name, CASES[case])
+    for result in results:
+        result.details["prompt"] = prompt
+        if bench.name == "ling-3.0-flash" and case in REFERENCE:
+            result.details["reference"] = REFERENCE[case]
+        yield result
+    if case == "nodraft" and result.step_ms_median is not None:
+        one = beside_one_gpu(bench, result.step_ms_median)
+        if one is not None:
+            bench.say(f"{name} beside one GPU: {one}")
+            result.details["one_gpu"] = one
+            yield result
+
+
+def connect(rank: int, size: int, hidden_size: int, device_type: str) -> tuple[TensorParallel, torch.device]:
     """Join the other ranks, on the GPU of this rank's number."""
+    if device_type == "cpu":
+        dist.init_process_group("gloo", rank=rank, world_size=size)
+        return TensorParallel(rank=rank, size=size, process_group=dist.group.WORLD), torch.device("cpu")
     disable_multicast()
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", rank=rank, world_size=size, device_id=device)
-    # Long enough for a rank whose kernels take longer to compile than another's.
-    mailboxes = make_mailboxes(dist.group.WORLD, hidden_size=hidden_size, device=device, timeout_s=20.0)
+    mailboxes = make_mailboxes(dist.group.WORLD, hidden_size=hidden_size, device=device, timeout_s=WAIT_S)
     return TensorParallel(rank=rank, size=size, process_group=dist.group.WORLD, mailboxes=mailboxes), device
 
 
-def run_rank(arguments: argparse.Namespace) -> None:
-    """Be one rank."""
-    config = built_in(arguments.model)
-    config["num_hidden_layers"] = arguments.layers or config["num_hidden_layers"]
-    group, device = connect(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), config["hidden_size"])
-    # Every rank draws the same ids.
-    torch.manual_seed(0)
-    bandwidth = measure_bandwidth(device)
-    torch.cuda.empty_cache()
-    started_s = time.perf_counter()
-    target = load_model(config, device=device, weights="random", group=group)
-    torch.cuda.synchronize()
-    rank = Rank(group=group, device=device, bandwidth=bandwidth, target=target, max_context_len=ROOM)
-    held = f"{target.report.weight_bytes / 2**30:.1f} GiB in {time.perf_counter() - started_s:.1f} s"
-    report(rank, "loaded", {"rank 0": held, "bandwidth_gb_per_s": round(bandwidth)})
-    arguments.out.mkdir(parents=True, exist_ok=True)
+def run_rank(arguments: argparse.Namespace, config: dict[str, Any], device_type: str = "cuda", **sizes: int) -> None:
+    """Be one rank.
+
+    Args:
+        arguments: of the command line.
+        config: of the model.
+        device_type: "cpu" is for tests.
+        sizes: `context_len` and `room` of the bench, where they are not the usual ones.
+    """
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    group, device = connect(rank, size, config["hidden_size"], device_type)
+    bench = RankBench(arguments.model, config, device=str(device), group=group, **sizes)
+    folder = arguments.out / machine_folder(device_name(device), size)
+    folder.mkdir(parents=True, exist_ok=True)
+    prompt = time_prompt(bench)
     for case in arguments.cases:
-        result = run_case(rank, case, arguments)
-        if group.rank == 0:
-            (arguments.out / f"{result['case']}.json").write_text(json.dumps(result, indent=1) + "\n")
-    rank.barrier()
+        started_s = time.perf_counter()
+        for result in run_case(bench, case, prompt):
+            if rank == 0:
+                text = json.dumps(result.to_json() | {"commit": arguments.commit}, indent=1)
+                (folder / f"{result.case}.json").write_text(text + "\n", encoding="utf-8")
+        bench.say(f"{case}: {time.perf_counter() - started_s:.1f} s")
+    bench.meet()
     dist.destroy_process_group()
 
 
-def start_ranks(size: int) -> int:
-    """Run this program once per rank; the first that fails ends all."""
+def start_ranks(size: int, command: list[str]) -> int:
+    """Run a program once per rank; the first that fails ends all."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    environment = os.environ | shared
-    ranks = [subprocess.Popen([sys.executable, *sys.argv], env=environment | {"RANK": str(r)}) for r in range(size)]
+    ranks = [subprocess.Popen(command, env=os.environ | shared | {"RANK": str(rank)}) for rank in range(size)]
     try:
         while any(rank.poll() is None for rank in ranks):
             if any(rank.poll() for rank in ranks):
@@ -392,22 +294,23 @@ def start_ranks(size: int) -> int:
     return max(abs(rank.wait()) for rank in ranks)
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="+", choices=list(CASES))
-    parser.add_argument("--ranks", type=int, default=2, help="GPUs; under torchrun it says how many")
+    parser.add_argument("--ranks", type=int, choices=(2, 4, 8), default=2, help="GPUs; under torchrun it says how many")
     parser.add_argument("--model", choices=list(NAMES), default="ling-3.0-flash")
     parser.add_argument("--layers", type=int, help="fewer than the model has, to try this program")
-    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--commit", default=commit_id(), help="where git is not there to ask")
-    arguments = parser.parse_args()
-    arguments.words = sys.argv[1:]
-    size = int(os.environ.get("WORLD_SIZE", arguments.ranks))
-    arguments.out = arguments.out or Path(f"benchmarks/results/h200x{size}")
-    if "RANK" in os.environ:
-        run_rank(arguments)
-    else:
-        sys.exit(start_ranks(size))
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if "RANK" not in os.environ:
+        sys.exit(start_ranks(arguments.ranks, [sys.executable, *sys.argv]))
+    config = built_in(arguments.model)
+    run_rank(arguments, config | {"num_hidden_layers": arguments.layers or config["num_hidden_layers"]})
 
 
 if __name__ == "__main__":

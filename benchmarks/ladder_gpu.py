@@ -7,7 +7,6 @@ rows of a step are independent random ids; drafts are made, thrown away and kept
 import argparse
 import gc
 import json
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,26 +18,16 @@ import torch
 import torch.nn.functional as F
 
 import soloist.kernels.moe as kernels_moe
-from decode_gpu import CONTEXT_LEN, built_in, commit_id, count_distinct_experts
-from soloist.bench.ladder import RungSettings, ladder, step_fields
+from decode_gpu import commit_id
+from model_bench import Bench
+from soloist.bench.ladder import RungSettings, ladder
 from soloist.bench.results import Result
-from soloist.bench.steps import SpreadRows, StepFigures, measure_steps
-from soloist.engine import Engine
 from soloist.kernels.norm import rms_norm
-from soloist.models import load_model
-from soloist.models.causal_lm import CausalLM
-from soloist.roofline import measure_bandwidth
 from soloist.runtime.graph import Execution
-from soloist.runtime.runner import ModelRunner
 from soloist.sampling_params import SamplingParams
-from soloist.spec.draft_model import DraftModel
-from soloist.spec.drafter import Drafter, NoDrafter
-from soloist.spec.dspark import DSpark, make_random_dspark
-from soloist.spec.ngram import PromptLookup
-from soloist.spec.setup import DrafterSetup
-from soloist.step_costs import measure
 
-MAX_CONTEXT_LEN = CONTEXT_LEN + 4096
+# Steps of a rung that several ranks launch from Python.
+FEW_STEPS = 24
 # Of the drafts' sweep over widths.
 WIDTHS = (2, 4, 6, 9)
 
@@ -111,127 +100,18 @@ def fp32_router() -> Iterator[None]:
         kernels_moe.norm_linear = original
 
 
-class Bench:
-    """One model on the GPU, and what its steps are measured with."""
-
-    def __init__(self, config: str, *, device: str = "cuda", context_len: int = CONTEXT_LEN) -> None:
-        started_s = time.perf_counter()
-        self.device, self.context_len = torch.device(device), context_len
-        self.bandwidth = measure_bandwidth(self.device)
-        self.name, self.target = config, load_model(built_in(config), device=self.device, weights="random")
-        self._draft_model: CausalLM | None = None
-        print(f"{config}: loaded in {time.perf_counter() - started_s:.1f} s; {self.bandwidth:.0f} GB/s", flush=True)
-
-    def make_drafter(self, name: str, width: int) -> tuple[Drafter, float]:
-        """Make a drafter for steps of `width` rows; give also the bytes it reads for a step."""
-        setup = DrafterSetup(
-            target=self.target,
-            max_context_len=MAX_CONTEXT_LEN,
-            num_tokens=self.target.config.vocab_size,
-            max_width=width,
-        )
-        if name == "ngram":
-            lookup = PromptLookup(max_context_len=MAX_CONTEXT_LEN, max_drafts=width - 1, device=self.device)
-            return lookup, 0.0
-        if name == "dspark":
-            dspark = make_random_dspark(setup)
-            assert isinstance(dspark, DSpark)
-            return dspark, dspark.model.read_bytes(self.context_len, width - 1)
-        if self._draft_model is None:
-            config = built_in("qwen2.5-coder-0.5b-instruct")
-            self._draft_model = load_model(config, device=self.device, weights="random")
-        draft = DraftModel(
-            self._draft_model,
-            max_context_len=MAX_CONTEXT_LEN,
-            num_tokens=setup.num_tokens,
-            max_drafts=width - 1,
-        )
-        # One pass over what is unread, and one for each draft behind the first.
-        return draft, (width - 1) * self._draft_model.footprint.step_bytes(1, self.context_len).total
-
-    def measure(
-        self,
-        execution: Execution,
-        *,
-        drafter: str | None = None,
-        width: int = 1,
-        acceptance_length: float | None = None,
-        is_adaptive: bool = False,
-        params: SamplingParams | None = None,
-    ) -> tuple[StepFigures, dict[str, Any]]:
-        """Measure one form of the step; give also its floor."""
-        inner, draft_bytes = (NoDrafter(), 0.0) if drafter is None else self.make_drafter(drafter, width)
-        spread = SpreadRows(inner, self.target.config.vocab_size, self.device)
-        runner = ModelRunner(
-            self.target,
-            max_context_len=MAX_CONTEXT_LEN,
-            max_width=width,
-            has_draft_probs=inner.has_draft_law,
-            capture_layers=inner.capture_layers,
-        )
-        engine = Engine(
-            runner,
-            spread,
-            eos_token_ids=(),
-            execution=execution,
-            simulated_acceptance=acceptance_length if drafter else None,
-        )
-        if is_adaptive:
-            engine.adapt_width(measure(engine))
-        figures = measure_steps(engine, context_len=self.context_len, params=params or SamplingParams())
-        with torch.inference_mode():
-            experts = count_distinct_experts(self.target, runner)
-        mean_width = round(figures.mean_width)
-        floor_ms = self.target.footprint.step_floor_ms(
-            mean_width,
-            self.context_len,
-            bandwidth_gb_per_s=self.bandwidth,
-            # Counted at the full width.
-            distinct_experts=experts if mean_width == width else None,
-            draft_bytes=draft_bytes * (mean_width - 1) / max(width - 1, 1),
-        )
-        floor = {"floor_step_ms": floor_ms, "share_of_floor": floor_ms / figures.step_ms.median}
-        if experts is not None:
-            floor["distinct_experts_by_width"] = {str(width): experts}
-        return figures, floor
-
-    def result(self, case: str, figures: StepFigures, floor: dict[str, Any], **more: Any) -> Result:
-        """Put one form of the step into the form that all results share."""
-        return Result(
-            case=case,
-            model=self.name,
-            device=torch.cuda.get_device_name(self.device),
-            command=" ".join(["python", *sys.argv]),
-            weights="random",
-            dtype="bfloat16",
-            context_len=self.context_len,
-            bandwidth_gb_per_s=self.bandwidth,
-            acceptance_length=figures.acceptance_length,
-            tpot_ms_mean=figures.tpot_ms,
-            step_ms_median=figures.step_ms.median,
-            step_ms_p10=figures.step_ms.p10,
-            step_ms_p90=figures.step_ms.p90,
-            details={
-                "step_ms_range": figures.step_ms_range,
-                "mean_width": figures.mean_width,
-                "programmatic_edges": figures.programmatic_edges,
-            },
-            **step_fields(figures),
-            **floor,
-            **more,
-        )
-
-
-def climb(bench: Bench, name: str, case: Case) -> Iterator[Result]:
-    """Measure every rung, then what stands beside them; gives what is measured so far."""
-    (drafter,), width = case.drafters, case.width
-    assert width is not None
-    settings = ladder(
-        has_experts=bench.target.footprint.num_experts > 0, run_ahead=2, draft=f"{drafter}", is_adaptive=True
-    )
+def measure_rungs(
+    bench: Bench, name: str, settings: list[RungSettings], *, drafter: str, width: int, acceptance_length: float | None
+) -> list[Result]:
+    """Measure the step of every rung."""
     rungs = []
     for rung in settings:
-        figures, floor = measure_rung(bench, rung, drafter, case)
+        assert rung.execution is not None
+        draft = {"drafter": drafter, "width": width, "acceptance_length": acceptance_length} if rung.has_draft else {}
+        # Ranks take as many steps each, however long they are.
+        is_slow = bench.group.size > 1 and not rung.execution.is_captured
+        limits = {"repeats": 1, "most_steps": FEW_STEPS} if is_slow else {}
+        figures, floor = bench.measure(rung.execution, is_adaptive=rung.is_adaptive, **draft, **limits)
         rungs.append(
             bench.result(
                 rung.switch,
@@ -241,17 +121,25 @@ def climb(bench: Bench, name: str, case: Case) -> Iterator[Result]:
                 acceptance_simulated=rung.has_draft,
             )
         )
-        print(
+        bench.say(
             f"{name} {rung.switch}: step {figures.step_ms.median:.3f} ms, TPOT {figures.tpot_ms:.3f}, floor"
             f" {floor['share_of_floor']:.0%}, {figures.launches_per_step} launches, idle {figures.idle_share:.2%},"
             f" gaps {figures.gap_share}, host {figures.host_us_per_step:.0f} us, {figures.syncs_per_step:.2f} waits,"
-            f" range {figures.step_ms_range}",
-            flush=True,
+            f" range {figures.step_ms_range}"
         )
         # A graph and its memory belong to one rung.
         gc.collect()
         torch.cuda.empty_cache()
-    last = bench.result(name, figures, floor, width=width, acceptance_simulated=True, rungs=tuple(rungs))
+    return rungs
+
+
+def climb(bench: Bench, name: str, case: Case) -> Iterator[Result]:
+    """Measure every rung, then what stands beside them; gives what is measured so far."""
+    (drafter,), width = case.drafters, case.width
+    assert width is not None
+    settings = ladder(has_experts=bench.target.footprint.num_experts > 0, run_ahead=2, draft=drafter, is_adaptive=True)
+    rungs = measure_rungs(bench, name, settings, drafter=drafter, width=width, acceptance_length=case.acceptance_length)
+    last = replace(rungs[-1], case=name, rungs=tuple(rungs), details=dict(rungs[-1].details))
     yield last
     last.details.update(measure_alone(bench, name))
     base_ms = last.details[_GRAPH_ONLY]["step_ms_median"]
@@ -283,21 +171,6 @@ def measure_alone(bench: Bench, name: str) -> dict[str, Any]:
         gc.collect()
         torch.cuda.empty_cache()
     return found
-
-
-def measure_rung(bench: Bench, rung: RungSettings, drafter: str, case: Case) -> tuple[StepFigures, dict[str, Any]]:
-    """Measure the step of one rung."""
-    assert rung.execution is not None
-    if not rung.has_draft:
-        return bench.measure(rung.execution)
-    assert case.width is not None
-    return bench.measure(
-        rung.execution,
-        drafter=drafter,
-        width=case.width,
-        acceptance_length=case.acceptance_length,
-        is_adaptive=rung.is_adaptive,
-    )
 
 
 def sweep(bench: Bench, name: str, case: Case) -> Iterator[Result]:

@@ -21,7 +21,9 @@ class RungSettings:
     is_adaptive: bool = False
 
 
-def ladder(*, has_experts: bool, run_ahead: int, draft: str | None, is_adaptive: bool) -> list[RungSettings]:
+def ladder(
+    *, has_experts: bool, run_ahead: int, draft: str | None, is_adaptive: bool, num_ranks: int = 1
+) -> list[RungSettings]:
     """Give the rungs in the order in which switches are added.
 
     Args:
@@ -29,9 +31,10 @@ def ladder(*, has_experts: bool, run_ahead: int, draft: str | None, is_adaptive:
         run_ahead: steps ahead, from that rung on.
         draft: as `--draft` names it; None: no rung drafts.
         is_adaptive: whether there is a rung of adaptive width.
+        num_ranks: that share the model; with several there is no head in fp32 and no device loop.
     """
     execution = Execution(
-        is_captured=False, run_ahead=0, has_pdl=False, has_fused_moe=not has_experts, has_bf16_head=False
+        is_captured=False, run_ahead=0, has_pdl=False, has_fused_moe=not has_experts, has_bf16_head=num_ranks > 1
     )
     rungs = [RungSettings(switch=EAGER, execution=execution)]
 
@@ -49,7 +52,8 @@ def ladder(*, has_experts: bool, run_ahead: int, draft: str | None, is_adaptive:
 
     if has_experts:
         add("--fused-moe", has_fused_moe=True)
-    add("--bf16-head", has_bf16_head=True)
+    if num_ranks == 1:
+        add("--bf16-head", has_bf16_head=True)
     add("--graph", is_captured=True)
     add(f"--run-ahead {run_ahead}", run_ahead=run_ahead)
     add("--pdl", has_pdl=True)
@@ -57,7 +61,8 @@ def ladder(*, has_experts: bool, run_ahead: int, draft: str | None, is_adaptive:
         add(f"--draft {draft}", has_draft=True)
         if is_adaptive:
             add("--adaptive-width", is_adaptive=True)
-    add("--device-loop", run_ahead=0, has_device_loop=True)
+    if num_ranks == 1:
+        add("--device-loop", run_ahead=0, has_device_loop=True)
     return rungs
 
 

@@ -9,7 +9,7 @@ import itertools
 import statistics
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -173,9 +173,11 @@ class StepMeter:
         queue = engine.queue(self._launch, num_top=None, is_captured=engine.execution.is_captured)
         records: list[StepRecord] = []
         num_tokens, started_s, started_cpu_s = 0, time.perf_counter(), 0.0
+        # Ranks must run as many steps, and their clocks differ.
+        has_clock = engine.runner.model.group.size == 1
         with counting_waits() as waits:
             while len(records) < most_steps and num_tokens < _TOKENS + _SKIPPED_STEPS * buffers.max_width:
-                if time.perf_counter() - started_s > _SECONDS and len(records) >= _FEWEST_STEPS:
+                if has_clock and time.perf_counter() - started_s > _SECONDS and len(records) >= _FEWEST_STEPS:
                     break
                 if len(records) == _SKIPPED_STEPS:
                     started_cpu_s = time.thread_time()
@@ -216,7 +218,12 @@ class Run:
 
 @torch.inference_mode()
 def measure_steps(
-    engine: Engine, *, context_len: int, repeats: int = 3, params: SamplingParams = _GREEDY
+    engine: Engine,
+    *,
+    context_len: int,
+    repeats: int = 3,
+    most_steps: int = _NUM_SLOTS,
+    params: SamplingParams = _GREEDY,
 ) -> StepFigures:
     """Time an engine's steps behind a context of random tokens. Between requests only; the sequence is forgotten.
 
@@ -224,10 +231,11 @@ def measure_steps(
         engine: on a GPU, with room for the context and what is measured behind it.
         context_len: tokens in the cache before the first step.
         repeats: at least 1.
+        most_steps: of a repeat; more than are skipped.
         params: how tokens are drawn.
     """
     meter = StepMeter(engine, context_len=context_len, params=params)
-    runs = [meter.run() for _ in range(repeats)]
+    runs = [meter.run(most_steps) for _ in range(repeats)]
     records = [record for run in runs for record in run.records[_SKIPPED_STEPS:-1]]
     medians = [statistics.median(run.step_ms) for run in runs]
     elapsed_ms = sum(sum(run.step_ms) for run in runs)
@@ -255,11 +263,16 @@ def measure_steps(
 
 def _trace(meter: StepMeter) -> tuple[float, int]:
     """Run some steps under the profiler: the share of time in which a step is under way and nothing runs; launches."""
+    return gaps(trace_gpu(lambda: meter.run(_PROFILED_STEPS)))
+
+
+def trace_gpu(run: Callable[[], object]) -> list[tuple[int, int, str]]:
+    """Do something under the profiler, and give (begin ns, duration ns, name) of everything that ran on a GPU."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-        meter.run(_PROFILED_STEPS)
+        run()
+    assert trace.profiler is not None and trace.profiler.kineto_results is not None, "the trace goes on"
     events = trace.profiler.kineto_results.events()
-    on_gpu = [(e.start_ns(), e.duration_ns(), e.name()) for e in events if e.device_type() == DeviceType.CUDA]
-    return gaps(on_gpu)
+    return [(e.start_ns(), e.duration_ns(), e.name()) for e in events if e.device_type() == DeviceType.CUDA]
 
 
 def gaps(events: Sequence[tuple[int, int, str]]) -> tuple[float, int]:

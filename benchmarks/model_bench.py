@@ -1,0 +1,227 @@
+"""One full-size model with random weights on a GPU, or a rank's part of it: its steps, their floor, drafts by name.
+
+The rows of a step are independent random ids, so that routing spreads as uniform routing does, and the experts are
+counted; drafts are made, then thrown away, and kept by lot where acceptance is simulated.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from decode_gpu import CONTEXT_LEN, built_in, count_distinct_experts
+from soloist.bench.ladder import step_fields
+from soloist.bench.results import Result, device_name
+from soloist.bench.steps import SpreadRows, StepFigures, measure_steps
+from soloist.engine import Engine
+from soloist.kernels.allreduce import ALONE, TensorParallel
+from soloist.models import load_model
+from soloist.models.bailing_moe_v3 import BailingMoeV3ForCausalLM, BailingMoeV3MTP
+from soloist.models.causal_lm import CausalLM
+from soloist.models.footprint import CountingSource
+from soloist.models.loader import RandomSource, choose_placement
+from soloist.roofline import measure_bandwidth
+from soloist.runtime.graph import Execution
+from soloist.runtime.runner import ModelRunner
+from soloist.sampling_params import SamplingParams
+from soloist.spec.draft_model import DraftModel
+from soloist.spec.drafter import Drafter, NoDrafter
+from soloist.spec.dspark import DSpark, make_random_dspark
+from soloist.spec.dspark_config import random_config
+from soloist.spec.mtp import MTPDrafter
+from soloist.spec.ngram import PromptLookup
+from soloist.spec.setup import DrafterSetup
+from soloist.step_costs import measure
+
+# Tokens of context behind those that are there before a step.
+ROOM = 4096
+# Bytes read to draft, by the experts that a pass over the step's rows reads.
+DraftBytes = Callable[[float | None], float]
+
+
+class Bench:
+    """One model on a GPU, or a rank's part of it, and what its steps are measured with.
+
+    Args:
+        name: of the model.
+        config: its config. None: the packaged one of that name.
+        device: where it is.
+        context_len: tokens in the cache before a step.
+        room: tokens of context behind them.
+        group: the ranks that share it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: dict[str, Any] | None = None,
+        *,
+        device: str = "cuda",
+        context_len: int = CONTEXT_LEN,
+        room: int = ROOM,
+        group: TensorParallel = ALONE,
+    ) -> None:
+        started_s = time.perf_counter()
+        self.name, self.config, self.device, self.group = name, config, torch.device(device), group
+        self.context_len, self.room, self.max_context_len = context_len, room, context_len + room
+        self.bandwidth = measure_bandwidth(self.device)
+        self.target = load_model(config or built_in(name), device=self.device, weights="random", group=group)
+        self._draft_model: CausalLM | None = None
+        took_s, gib = time.perf_counter() - started_s, self.target.report.weight_bytes / 2**30
+        self.say(f"{name}: {gib:.1f} GiB loaded in {took_s:.1f} s; {self.bandwidth:.0f} GB/s")
+
+    def say(self, words: str) -> None:
+        """Print, for all ranks once."""
+        if self.group.rank == 0:
+            print(words, flush=True)
+
+    def check(self) -> None:
+        """See whether every rank came to every exchange.
+
+        Raises:
+            RankLostError: one did not.
+        """
+        if self.group.mailboxes is not None:
+            self.group.mailboxes.check()
+
+    def make_drafter(self, name: str, width: int) -> tuple[Drafter, DraftBytes]:
+        """Make a drafter for steps of `width` rows; give also what counts the bytes that this rank reads to draft."""
+        setup = DrafterSetup(
+            target=self.target,
+            max_context_len=self.max_context_len,
+            num_tokens=self.target.config.vocab_size,
+            max_width=width,
+        )
+        if name == "ngram":
+            lookup = PromptLookup(max_context_len=self.max_context_len, max_drafts=width - 1, device=self.device)
+            return lookup, lambda experts: 0.0
+        if name == "dspark":
+            # Blocks of the published sizes.
+            config = random_config(self.target.config, block_size=15 if width > 9 else 8)
+            dspark = make_random_dspark(setup, config)
+            assert isinstance(dspark, DSpark)
+            return dspark, lambda experts: float(dspark.model.read_bytes(self.context_len, width - 1))
+        if name == "mtp":
+            return self._make_mtp(width)
+        if self._draft_model is None:
+            config = built_in("qwen2.5-coder-0.5b-instruct")
+            self._draft_model = load_model(config, device=self.device, weights="random")
+        draft = DraftModel(
+            self._draft_model,
+            max_context_len=self.max_context_len,
+            num_tokens=setup.num_tokens,
+            max_drafts=width - 1,
+        )
+        # One pass over what is unread, and one for each draft behind the first.
+        one_pass = self._draft_model.footprint.step_bytes(1, self.context_len).total
+        return draft, lambda experts: (width - 1) * one_pass
+
+    def _make_mtp(self, width: int) -> tuple[Drafter, DraftBytes]:
+        """Make the model's own layer for drafting: a pass for each draft but the first, one over the step's rows."""
+        assert isinstance(self.target, BailingMoeV3ForCausalLM) and isinstance(self.target.lm_head, torch.Tensor)
+        source = CountingSource(RandomSource(0, choose_placement(self.device, self.target.dtype, None, self.group)))
+        mtp = BailingMoeV3MTP(self.target, source)
+        drafter = MTPDrafter(mtp, max_context_len=self.max_context_len, max_drafts=width - 1)
+        footprint = source.footprint(mtp.make_cache(1), self.target.config, num_layers=1)
+        head_bytes = self.target.lm_head.numel() * self.target.lm_head.element_size()
+
+        def draft_bytes(experts: float | None) -> float:
+            chain = (width - 2) * footprint.step_bytes(1, self.context_len).total
+            update = footprint.step_bytes(width, self.context_len, distinct_experts=experts).total
+            return chain + update + (width - 1) * head_bytes
+
+        return drafter, draft_bytes
+
+    def make_engine(
+        self,
+        execution: Execution,
+        *,
+        drafter: str | None = None,
+        width: int = 1,
+        acceptance_length: float | None = None,
+    ) -> tuple[Engine, DraftBytes]:
+        """Make an engine whose steps have random rows; give also what counts the bytes it reads to draft."""
+        # On every rank the same.
+        torch.manual_seed(0)
+        inner, draft_bytes = self.make_drafter(drafter, width) if drafter else (NoDrafter(), lambda experts: 0.0)
+        spread = SpreadRows(inner, self.target.config.vocab_size, self.device)
+        runner = ModelRunner(
+            self.target,
+            max_context_len=self.max_context_len,
+            max_width=width,
+            has_draft_probs=inner.has_draft_law,
+            capture_layers=inner.capture_layers,
+        )
+        engine = Engine(
+            runner,
+            spread,
+            eos_token_ids=(),
+            execution=execution,
+            simulated_acceptance=acceptance_length if drafter else None,
+        )
+        return engine, draft_bytes
+
+    def measure(
+        self,
+        execution: Execution,
+        *,
+        drafter: str | None = None,
+        width: int = 1,
+        acceptance_length: float | None = None,
+        is_adaptive: bool = False,
+        params: SamplingParams | None = None,
+        repeats: int = 3,
+        most_steps: int | None = None,
+    ) -> tuple[StepFigures, dict[str, Any]]:
+        """Measure one form of the step; give also its floor."""
+        engine, draft_bytes = self.make_engine(
+            execution, drafter=drafter, width=width, acceptance_length=acceptance_length
+        )
+        if is_adaptive:
+            engine.adapt_width(measure(engine))
+        limits = {"repeats": repeats} | ({} if most_steps is None else {"most_steps": most_steps})
+        figures = measure_steps(engine, context_len=self.context_len, params=params or SamplingParams(), **limits)
+        with torch.inference_mode():
+            experts = count_distinct_experts(self.target, engine.runner)
+        mean_width = round(figures.mean_width)
+        floor_ms = self.target.footprint.step_floor_ms(
+            mean_width,
+            self.context_len,
+            bandwidth_gb_per_s=self.bandwidth,
+            # Counted at the full width.
+            distinct_experts=experts if mean_width == width else None,
+            draft_bytes=draft_bytes(experts) * (mean_width - 1) / max(width - 1, 1),
+        )
+        floor = {"floor_step_ms": floor_ms, "share_of_floor": floor_ms / figures.step_ms.median}
+        if experts is not None:
+            floor["distinct_experts_by_width"] = {str(width): experts}
+        return figures, floor
+
+    def result(self, case: str, figures: StepFigures, floor: dict[str, Any], **more: Any) -> Result:
+        """Put one form of the step into the form that all results share."""
+        return Result(
+            case=case,
+            model=self.name,
+            device=device_name(self.device),
+            tensor_parallel_size=self.group.size,
+            command=" ".join(["python", *sys.argv]),
+            weights="random",
+            dtype="bfloat16",
+            context_len=self.context_len,
+            bandwidth_gb_per_s=self.bandwidth,
+            acceptance_length=figures.acceptance_length,
+            tpot_ms_mean=figures.tpot_ms,
+            step_ms_median=figures.step_ms.median,
+            step_ms_p10=figures.step_ms.p10,
+            step_ms_p90=figures.step_ms.p90,
+            details={
+                "step_ms_range": figures.step_ms_range,
+                "mean_width": figures.mean_width,
+                "programmatic_edges": figures.programmatic_edges,
+            },
+            **step_fields(figures),
+            **floor,
+            **more,
+        )
