@@ -25,7 +25,7 @@ from soloist.train.documents import Documents, send
 from soloist.train.packed import final_norm_packed, forward_packed
 
 # Share of the free memory that states kept in memory may take.
-MEMORY_SHARE = 0.4
+MEMORY_SHARE = 0.5
 # Tokens that the target reads at once, and texts of one shard.
 PACK_TOKENS = 65536
 SHARD_TEXTS = 256
