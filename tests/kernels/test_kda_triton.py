@@ -4,11 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
 from soloist.kernels import kda, kda_commit_cuda, kda_verify_cuda
 from soloist.kernels.launch import IS_INTERPRETED, arrival_counters, programmatic_launch
+from soloist.kernels.norm import gated_rms_norm_ref
 from tests.kernels import cuda_on_cpu
 from tests.kernels.device import DEVICE, DTYPE, launch_kernels, nan_in_fresh_memory, rand, split_rows
 from tests.kernels.limits import LIMITS, Limit, assert_near
@@ -236,6 +238,36 @@ def test_the_state_after_many_verified_steps_is_that_of_plain_decoding():
                 assert_near(out[:num_rows], expected, Limit(rms=1e-4, worst_row=1e-3))
                 assert_near(layer.cache[0], plain[0], limit)
             assert torch.equal(layer.cache[1], plain[1])
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="fla-core's kernels run on a GPU only")
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("T", [1, 9, 16])
+def test_a_verify_and_its_commit_equal_those_of_fla_core(T: int, law: str):
+    fla = pytest.importorskip("fla.ops.kda")
+    layer = Layer(law, K=128, V=128)
+    taps, A_log, dt_bias, o_norm, eps = layer.weights
+    # Taps that let a row through: fla-core's recurrence begins behind the convolution.
+    taps.zero_()[:, 3] = 1
+    rows, kept = layer.rows(T), layer.scratch(16)
+    q, k, v = (x.unflatten(-1, (H, 128)) for x in F.silu(rows[0].float()).to(DTYPE).chunk(3, dim=-1))
+    o, state = fla.fused_recurrent_kda(
+        *(x[None].contiguous() for x in (q, k, v, rows[1].unflatten(-1, (H, 128)), rows[3])),
+        A_log=A_log,
+        dt_bias=dt_bias,
+        initial_state=layer.states[1:2].clone(),
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        lower_bound=LAWS[law],
+        state_v_first=True,
+    )
+    expected = gated_rms_norm_ref(o[0], rows[2].reshape(o[0].shape), o_norm, eps).flatten(1)
+    out = kda.kda_verify(*rows, *layer.weights, *layer.cache, *kept, **layer.kw)
+    kda.kda_commit(*(x[None] for x in layer.cache), *(x[None] for x in kept), i32(T))
+    assert_near(out, expected, Limit(rms=1e-2, worst_row=3e-2))
+    assert_near(layer.cache[0], state[0], Limit(rms=2e-3, worst_row=2e-2))
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="launches overlap on a GPU only")
