@@ -9,11 +9,9 @@ import argparse
 import itertools
 import json
 import math
-import multiprocessing
 import os
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,20 +19,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import triton
-import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
+from chains import rand, time_chain
 from soloist.kernels import attention_triton, linear_triton
 from soloist.kernels.attention_triton import SplitSettings
+from soloist.kernels.compile_ahead import compiling_ahead
 from soloist.kernels.launch import programmatic_launch
 from soloist.kernels.linear_triton import StripSettings
+from soloist.roofline import measure_bandwidth
 
 WIDTHS = (1, 2, 4, 8, 9, 16)
 CONTEXT_LEN = 8192
 COLD_BYTES = 200e6
-REPLAYS = 7
 EPS = 1e-6
 BF16 = torch.bfloat16
 
@@ -130,117 +126,6 @@ def apply(
     return linear_triton.linear_step(x, None, 0.0, weight, None, residual, BF16, settings)
 
 
-# --- compiling ahead, in many processes, as if there were no GPU ---
-
-
-class _Target:
-    """A driver that only says what to compile for."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-
-Job = tuple[str, Any, Any, int, bool]
-
-
-def _compile(job: Job) -> None:
-    """Compile one launch: what, which problem, settings, width, and whether it is launched dependently."""
-    what, problem, settings, T, is_dependent = job
-    run = JITFunction.run
-    driver.set_active(_Target())
-
-    def compile_only(self: JITFunction, *args: Any, warmup: bool, **kwargs: Any) -> Any:
-        return run(self, *args, warmup=True, **kwargs)
-
-    JITFunction.run = compile_only
-    with programmatic_launch(is_dependent):
-        if what == "linear":
-            num_outputs = problem.O // 2 if problem.kind == "swiglu" else problem.O
-            shapes = ((T, problem.I), (problem.I,), (problem.O, problem.I), (T, num_outputs))
-            apply(problem, settings, *(torch.empty(shape, dtype=BF16) for shape in shapes))
-        elif what == "prompt":
-            i = AttentionInputs(64, 1, "cpu")
-            args = (i.qkv, i.k[0], i.v[0], i.context_len, i.cos, i.sin, QWEN_HEADS, None, None, EPS)
-            attention_triton.attend_prompt(*args, block_t=settings[0], block_s=settings[1])
-        else:
-            attend(AttentionInputs(T, 1, "cpu"), 0, settings)
-    JITFunction.run = run
-
-
-def compile_all(pool: Any, jobs: list[Job]) -> None:
-    """Fill Triton's cache on disk."""
-    start = time.time()
-    for _ in pool.imap_unordered(_compile, jobs):
-        pass
-    print(f"compiled {len(jobs)} launches in {time.time() - start:.0f} s", flush=True)
-
-
-# --- measuring ---
-
-
-@triton.jit
-def read_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr, REPEATS: tl.constexpr):
-    """Sum a run of BLOCK * REPEATS values."""
-    base = tl.program_id(0).to(tl.int64) * (BLOCK * REPEATS)
-    b_sum = tl.zeros((BLOCK,), dtype=tl.float32)
-    for i in tl.static_range(REPEATS):
-        b_sum += tl.load(x_ptr + base + i * BLOCK + tl.arange(0, BLOCK), eviction_policy="evict_first")
-    tl.store(y_ptr + tl.program_id(0), tl.sum(b_sum, axis=0))
-
-
-def measure_read_bandwidth() -> float:
-    """Best read-only bandwidth of a sum over 4 GB, GB/s."""
-    x = torch.empty(1 << 30, dtype=torch.float32, device="cuda").normal_()
-    best = 0.0
-    for block, repeats, warps in ((4096, 4, 8), (4096, 8, 8), (2048, 8, 4)):
-        programs = x.numel() // (block * repeats)
-        y = torch.empty(programs, device="cuda")
-        for _ in range(5):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            read_kernel[programs,](x, y, BLOCK=block, REPEATS=repeats, num_warps=warps)
-            end.record()
-            end.synchronize()
-            best = max(best, x.numel() * 4 / start.elapsed_time(end) / 1e6)
-    return best
-
-
-def time_chain(calls: list[Callable[[], object]], replays: int = REPLAYS) -> tuple[float, float]:
-    """Median and spread of the time per call in us, from replays of one captured chain."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        calls[0]()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for call in calls:
-                call()
-    times = []
-    graph.replay()
-    torch.cuda.synchronize()
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times), max(times) - min(times)
-
-
-def rand(*shape: int, scale: float = 1.0) -> torch.Tensor:
-    return torch.empty(shape, dtype=BF16, device="cuda").normal_(std=scale)
-
-
 class Weights:
     """Copies of one problem's weight, and what else it needs."""
 
@@ -289,17 +174,13 @@ class Weights:
 class AttentionInputs:
     """Caches of many layers and one step's rows, at Qwen2.5-1.5B's shapes."""
 
-    def __init__(self, T: int, num_layers: int, device: str = "cuda", context_len: int = CONTEXT_LEN) -> None:
+    def __init__(self, T: int, num_layers: int, context_len: int = CONTEXT_LEN) -> None:
         H, G, K = QWEN_HEADS, QWEN_GROUPS, HEAD_DIM
         S = context_len + 256
         shape = (num_layers, G, S, K)
-        self.k, self.v = (torch.empty(shape, dtype=BF16, device=device) for _ in range(2))
-        self.qkv = torch.empty(T, (H + 2 * G) * K, dtype=BF16, device=device)
-        self.cos, self.sin = torch.ones(S, K // 2, device=device), torch.zeros(S, K // 2, device=device)
-        self.context_len = torch.tensor(context_len, dtype=torch.int32, device=device)
-        if device == "cuda":
-            for x in (self.k, self.v, self.qkv):
-                x.normal_()
+        self.k, self.v, self.qkv = rand(*shape), rand(*shape), rand(T, (H + 2 * G) * K)
+        self.cos, self.sin = torch.ones(S, K // 2, device="cuda"), torch.zeros(S, K // 2, device="cuda")
+        self.context_len = torch.tensor(context_len, dtype=torch.int32, device="cuda")
 
     def reference(self, T: int) -> torch.Tensor:
         """Plain attention in fp32 of layer 0, without the identity rotation."""
@@ -318,6 +199,40 @@ def attend(inputs: AttentionInputs, layer: int, settings: SplitSettings, T: int 
     return attention_triton.attend_step(
         i.qkv[:T], i.k[layer], i.v[layer], i.context_len, i.cos, i.sin, QWEN_HEADS, None, None, EPS, settings
     )
+
+
+def compile_all(launches: Iterable[Callable[[], object]]) -> None:
+    """Fill Triton's cache, side by side."""
+    start_s, num_launches = time.perf_counter(), 0
+    with compiling_ahead(os.cpu_count() or 1):
+        for launch in launches:
+            launch()
+            num_launches += 1
+    print(f"compiled {num_launches} launches in {time.perf_counter() - start_s:.0f} s", flush=True)
+
+
+def linear_launches(problem: Problem, all_settings: Iterable[StripSettings]) -> list[Callable[[], object]]:
+    """Launches of one linear map with each of some settings, at the least and the largest width."""
+    p = problem
+    num_outputs = p.O // 2 if p.kind == "swiglu" else p.O
+    tensors = [torch.empty(shape, dtype=BF16, device="cuda") for shape in ((p.I,), (p.O, p.I), (16, num_outputs))]
+    x = torch.empty(16, p.I, dtype=BF16, device="cuda")
+    norm, weight, residual = tensors
+    return [
+        lambda s=s, T=T: apply(p, s, x[:T], norm, weight, residual[:T])  # type: ignore[misc]
+        for s in all_settings
+        for T in (1, 16)
+    ]
+
+
+def attention_launches(all_splits: Iterable[SplitSettings]) -> list[Callable[[], object]]:
+    """Launches of a step's attention with each of some settings."""
+    inputs = AttentionInputs(16, 1)
+    return [
+        lambda s=s, T=T: attend(inputs, 0, s, T)  # type: ignore[misc]
+        for s in all_splits
+        for T in (1, 2, 4, 9, 16)
+    ]
 
 
 class Bench:
@@ -477,16 +392,11 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="of the tree that is measured, where git is not there to ask")
     args = parser.parse_args()
 
-    # The processes must exist before CUDA does.
-    pool = multiprocessing.get_context("fork").Pool(os.cpu_count())
     splits = (SPLITS, *OTHER_SPLITS) if args.tune else (SPLITS,)
-    jobs: list[Job] = []
-    for p in sorted(PROBLEMS, key=lambda p: -p.I):
-        jobs += [("linear", p, s, T, True) for s in (p.settings, *(p.others if args.tune else ())) for T in (1, 16)]
-    jobs += [("attention", None, s, T, True) for s in splits for T in (1, 4, 9, 16)]
-    jobs += [("prompt", None, blocks, 0, True) for blocks in PROMPT_BLOCKS]
-    compile_all(pool, jobs)
-    bench = Bench(measure_read_bandwidth())
+    for p in PROBLEMS:
+        compile_all(linear_launches(p, (p.settings, *(p.others if args.tune else ()))))
+    compile_all(attention_launches(splits))
+    bench = Bench(measure_bandwidth(torch.device("cuda")))
     print(f"{torch.cuda.get_device_name()}: read bandwidth {bench.bandwidth:.0f} GB/s", flush=True)
     step = QwenStep({p.name: p.settings for p in PROBLEMS}, SPLITS)
     if args.tune:
@@ -494,12 +404,11 @@ def main() -> None:
             best = bench.tune(p, Weights(p))
             if p.name not in STEP_ORDER:
                 step.best[p.name] = best
-    if args.tune:
         bench.step_tune(step)
-    not_dependent: list[Job] = [("linear", p, step.best[p.name], T, False) for p in PROBLEMS for T in (1, 16)]
-    not_dependent += [("attention", None, step.splits, T, False) for T in (1, 2, 4, 9, 16)]
-    compile_all(pool, not_dependent)
-    pool.close()
+    with programmatic_launch(False):
+        for p in PROBLEMS:
+            compile_all(linear_launches(p, (step.best[p.name],)))
+        compile_all(attention_launches((step.splits,)))
     bench.step(step)
     for p in PROBLEMS:
         weights = Weights(p)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from chains import REPLAYS, rand, time_chain
 from soloist.kernels import (
     kda,
     kda_commit_cuda,
@@ -35,7 +36,6 @@ else:
 
 WIDTHS = (1, 4, 9, 16)
 CONTEXT_LEN = 8192
-REPLAYS = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,28 +73,6 @@ def measure_read_bandwidth() -> float:
     return x.numel() * 4 / min(times) / 1e6
 
 
-def time_chain(calls: list[Callable[[], object]]) -> tuple[float, float]:
-    """Median and spread of the time per call in us, from replays of one captured chain."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        calls[0]()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for call in calls:
-                call()
-    times = []
-    graph.replay()
-    for _ in range(REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times), max(times) - min(times)
-
-
 def time_calls(call: Callable[[], object]) -> tuple[float, float]:
     """Median and spread of one call in us, launched as it is: what reads the host cannot be captured."""
     times = []
@@ -107,10 +85,6 @@ def time_calls(call: Callable[[], object]) -> tuple[float, float]:
         times.append(start.elapsed_time(end) * 1e3)
     del times[0]
     return statistics.median(times), max(times) - min(times)
-
-
-def rand(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="cuda").normal_(std=scale)
 
 
 def error(out: torch.Tensor, ref: torch.Tensor) -> float:
