@@ -121,6 +121,26 @@ def test_a_constraint_and_kept_prefixes_are_those_of_one_rank(folder: Path, llm:
     assert answers[0][2] > [300] and answers[0][4] > [140]
 
 
+def test_ranks_choose_widths_alike_by_what_steps_cost_rank_0(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    wanted = load(folder, 1).generate(PROMPT, GREEDY).token_ids
+    tables = tmp_path / "soloist" / "step-costs"
+    for _ in range(2):
+        # Measured the first time, read by rank 0 the second.
+        llm = load(folder, draft="ngram", adaptive_width=True)
+        assert len(list(tables.iterdir())) == 1
+        assert llm.engine.width_rule is not None and llm.engine.switch is not None
+        # Long enough for the switch to decide, without a seed too, where one rank would look at the clock.
+        long = SamplingParams(max_tokens=120, ignore_eos=True)
+        assert llm.generate(PROMPT, long).token_ids[: len(wanted)] == wanted
+        sampled = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.9)
+        completion = llm.generate(PROMPT, sampled)
+        assert len(completion.token_ids) == 60 and "by table" in completion.stats.policy
+        leader_of(llm).close()
+
+
 def test_other_ranks_can_follow_those_that_were_forgotten(folder: Path) -> None:
     first = load(folder)
     wanted = first.generate(PROMPT, GREEDY).token_ids
@@ -245,5 +265,3 @@ def test_what_ranks_cannot_share_is_refused_with_what_they_can(folder: Path) -> 
         load(folder, 3)
     with pytest.raises(UnsupportedError, match="widths of 6, which 4 ranks cannot share: allowed are 1, 2"):
         load(folder, 4)
-    with pytest.raises(UnsupportedError, match="adaptive_width is timed and decided by one rank"):
-        load(folder, draft="ngram", adaptive_width=True)

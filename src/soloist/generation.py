@@ -260,8 +260,10 @@ class Generation:
             engine.prepare(SamplingPlan.of(self._params))
         if engine.width_rule is not None and engine.switch is not None:
             engine.width_rule.begin()
-            # Steps that are enqueued ahead cannot be timed one by one, and timings would make the text differ.
-            engine.switch.begin(has_clock=self._params.seed is None and not engine.execution.is_captured)
+            # Steps that are enqueued ahead cannot be timed one by one, timings would make the text differ, and every
+            # rank has another clock.
+            is_timed = not engine.execution.is_captured and engine.ranks.group.size == 1
+            engine.switch.begin(has_clock=is_timed and self._params.seed is None)
         engine.ring.reset()
         eos = () if self._params.ignore_eos else engine.eos_token_ids
         return engine.runner.buffers.begin(

@@ -91,8 +91,6 @@ def load(
     check_tensor_parallel_size(tensor_parallel_size, place)
     if tensor_parallel_size == 1:
         return load_rank(options, Ranks(), place, progress, on_compiled)
-    if options.adaptive_width:
-        raise UnsupportedError("adaptive_width is timed and decided by one rank: leave it out, or take one rank")
     ranks = Leader(tensor_parallel_size, place, _FOLLOWER, options)
     try:
         loaded = load_rank(options, ranks, rank_device(place, 0), progress)

@@ -29,7 +29,8 @@ _PLAN = SamplingPlan.of(SamplingParams())
 def known_costs(engine: Engine, cache_dir: Path) -> StepCosts:
     """Give the costs of an engine's steps: measured the first time, then read from `cache_dir`.
 
-    Between requests only; the sequence in the cache is forgotten when costs are measured.
+    Between requests only; the sequence in the cache is forgotten when costs are measured. Of ranks that share the model
+    all call this, and have the costs that rank 0 has.
 
     Args:
         engine: with a drafter.
@@ -37,12 +38,15 @@ def known_costs(engine: Engine, cache_dir: Path) -> StepCosts:
     """
     path = cache_dir / "step-costs" / f"{_key(engine)}.json"
     costs = StepCosts.load(path)
-    if costs is None:
+    if not engine.ranks.agree(costs is not None):
         costs = measure(engine)
         # A home that cannot be written costs a measurement at every start, nothing else.
         with contextlib.suppress(OSError):
-            costs.save(path)
-    return costs
+            if engine.runner.model.group.rank == 0:
+                costs.save(path)
+    agreed = engine.ranks.agree(costs)
+    assert agreed is not None
+    return agreed
 
 
 def _key(engine: Engine) -> str:
@@ -57,7 +61,7 @@ def _key(engine: Engine) -> str:
     held = (model.dtype, None if report is None else sorted(report.bytes_by_format.items()))
     versions = (soloist.__version__, torch.__version__)
     drafter = (engine.drafter.name, engine.drafter.max_drafts)
-    parts = (machine, versions, model.architecture, model.config, held, drafter, engine.execution)
+    parts = (machine, model.group.size, versions, model.architecture, model.config, held, drafter, engine.execution)
     return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
 
 
@@ -71,7 +75,7 @@ class _Forced(Drafter):
         self.max_drafts, self.has_draft_law = drafter.max_drafts, drafter.has_draft_law
         device = buffers.width.device
         self.width = torch.ones((), dtype=torch.int32, device=device)
-        self._tokens = torch.randint(buffers.num_tokens, (drafter.max_drafts,), device=device)  # (T-1,)
+        self._tokens = _random_tokens(buffers, drafter.max_drafts)  # (T-1,)
 
     def propose(self, buffers: StepBuffers, context_len: torch.Tensor) -> None:
         buffers.width.copy_(self.width)
@@ -85,6 +89,12 @@ class _Forced(Drafter):
         self._drafter.update(buffers, verdict, hidden, captured)
 
 
+def _random_tokens(buffers: StepBuffers, count: int) -> torch.Tensor:
+    """Draw token ids, the same ones on every rank: (count,) int64."""
+    ids = torch.randint(buffers.num_tokens, (count,), generator=torch.Generator().manual_seed(count))
+    return ids.to(buffers.width.device)
+
+
 @torch.inference_mode()
 def measure(engine: Engine) -> StepCosts:
     """Time steps of every width, and steps without drafting."""
@@ -92,7 +102,7 @@ def measure(engine: Engine) -> StepCosts:
     buffers = runner.buffers
     room = runner.max_context_len
     num_prompt = min(_PROMPT_TOKENS, room // 2)
-    prompt = torch.randint(buffers.num_tokens, (num_prompt,), device=device)  # (n,)
+    prompt = _random_tokens(buffers, num_prompt)  # (n,)
     forced = _Forced(drafter, buffers)
 
     def begin() -> None:

@@ -23,7 +23,7 @@ import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,8 @@ _LOST_EXIT_CODE = 1
 # Between two looks of a rank at whether rank 0 lives.
 _PARENT_POLL_S = 0.5
 
+_Choice = TypeVar("_Choice")
+
 
 class Ranks:
     """The words between ranks; this one is alone and keeps them to itself."""
@@ -52,8 +54,8 @@ class Ranks:
     def lead(self, request: dict[str, Any]) -> None:
         """Have the other ranks begin the same request; from rank 0."""
 
-    def agree(self, choice: bool) -> bool:
-        """Give rank 0's choice, in the same place of the same request on every rank."""
+    def agree(self, choice: _Choice) -> _Choice:
+        """Give rank 0's choice, in the same place of the same work on every rank."""
         return choice
 
     def rest(self) -> None:
@@ -311,7 +313,7 @@ class Leader(Ranks):
         for rank in range(1, self._others.size):
             self._others.send(rank, request)
 
-    def agree(self, choice: bool) -> bool:
+    def agree(self, choice: _Choice) -> _Choice:
         for rank in range(1, self._others.size):
             self._others.send(rank, choice)
         return choice
@@ -389,8 +391,9 @@ class Follower(Ranks):
         request: dict[str, Any] = self._receive()
         return request
 
-    def agree(self, choice: bool) -> bool:
-        return bool(self._receive())
+    def agree(self, choice: _Choice) -> _Choice:
+        agreed: _Choice = self._receive()
+        return agreed
 
 
 def _end_with(parent: int) -> None:
