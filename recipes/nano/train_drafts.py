@@ -72,6 +72,7 @@ def main() -> None:
             documents_per_step=128 if is_gpu else 4,
             anchors_per_document=32 if is_gpu else 4,
             learning_rate=2e-3,
+            optimizer="muon",
             compute_dtype=weights_dtype,
             log_every=50,
             checkpoint_every=100_000,
