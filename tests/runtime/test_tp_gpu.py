@@ -21,6 +21,11 @@ def test_two_gpus_are_held_to_one(tmp_path: Path) -> None:
     subprocess.run([*launcher, "-m", "tests.runtime.tp_gpu_program", str(tmp_path)], check=True, timeout=600)
 
 
+@needs_gpus
+def test_collectives_give_every_gpu_the_sum_in_rank_order() -> None:
+    subprocess.run([sys.executable, "-m", "tests.runtime.allreduce_gpu_program", "2"], check=True, timeout=120)
+
+
 ANSWER = """
 import os, signal, sys, time
 from soloist import LLM, SamplingParams
