@@ -6,13 +6,14 @@
 # figures. Run again, it goes on from what is there.
 #
 # By environment: DATA (folder of prompts, else made), PROMPTS, TOKENS (of an answer), BATCH (answers at once), BLOCK,
-# LAYERS, RANK, TEXTS, ANCHORS, RATE (learning), WIDTHS (rows of a step that are measured), MEASURED (prompts of a set),
-# CASE (name of the result), END (seconds since 1970 when it has to be over), DEVICE, PYTHON.
+# LAYERS, RANK, TEXTS, ANCHORS, RATE (learning), OPTIMIZER, WIDTHS (rows of a step that are measured), MEASURED (prompts
+# of a set), ANSWER (tokens of what is measured), CASE (name of the result), END (seconds since 1970 when it has to be
+# over), DEVICE, PYTHON.
 M=$1; W=$2; S=${3:-240}; D=$4
 PY=${PYTHON:-python3}; HERE=recipes/real_models; DEVICE=${DEVICE:-cuda}
 export PYTHONPATH=$PWD/src:$PYTHONPATH PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore
 say() { echo "[$(date +%T)] $*"; }
-left() { echo $((${END:-$(($(date +%s) + 100000))} - $(date +%s))); }
+left() { local n=$((${END:-$(($(date +%s) + 100000))} - $(date +%s))); echo $((n > 1 ? n : 1)); }
 soloist() { timeout "$(left)" "$PY" -c "import sys; from soloist.cli import main; sys.exit(main(sys.argv[1:]))" "$@"; }
 mkdir -p "$W"
 if [ -z "$DATA" ]; then
@@ -23,9 +24,9 @@ fi
 say "training for $S s"
 [ "$DEVICE" = cpu ] || FLAGS=--compile
 soloist draft train -m "$M" --data "$DATA/train.jsonl" --out "$W/draft" --device "$DEVICE" --seconds "$S" $FLAGS \
-    --prompts "${PROMPTS:-9000}" -n "${TOKENS:-256}" --batch "${BATCH:-2048}" --temperatures 0,0,0.7 \
-    --min-temperature 0.5 --block "${BLOCK:-7}" --layers "${LAYERS:-3}" --markov-rank "${RANK:-64}" \
-    --texts-per-step "${TEXTS:-128}" --anchors "${ANCHORS:-32}" --lr "${RATE:-1e-3}" --save-every 1000000 --no-heads \
+    --prompts "${PROMPTS:-8000}" -n "${TOKENS:-256}" --batch "${BATCH:-2048}" --temperatures 0,0,0.7 \
+    --min-temperature 0.5 --block "${BLOCK:-5}" --layers "${LAYERS:-2}" --markov-rank "${RANK:-64}" \
+    --texts-per-step "${TEXTS:-128}" --anchors "${ANCHORS:-32}" --lr "${RATE:-1e-3}" --optimizer "${OPTIMIZER:-adamw}" --save-every 1000000 --no-heads \
     --json || { say "training: exit code $?"; exit 1; }
 say "trained; measuring"
 SETS=(--set "held-out=$DATA/held-out.jsonl")
@@ -34,14 +35,14 @@ for name in humaneval mt-bench; do
 done
 [ -n "$D" ] && SETS+=(--draft-model "$D" --draft-model-widths 3 5)
 # Building the engines takes a while too.
-T=$(($(left) - 70)); [ $T -gt 300 ] && T=300
-timeout "$(left)" "$PY" benchmarks/drafts.py --model "$M" "${SETS[@]}" --dspark "$W/draft" --widths ${WIDTHS:-4 6 8} \
+T=$(($(left) - 70)); T=$((T > 300 ? 300 : T < 20 ? 20 : T))
+timeout "$(left)" "$PY" benchmarks/drafts.py --model "$M" "${SETS[@]}" --dspark "$W/draft" --widths ${WIDTHS:-4 6} \
     --adaptive --lookup-width 8 --prompts "${MEASURED:-32}" --tokens "${ANSWER:-128}" --seconds $T --device "$DEVICE" \
     --case "${CASE:-$(basename "${M%.gguf}")-drafts}" --out "$W/results"
 say "measured: exit code $?"
 if [ "$(left)" -gt 60 ]; then
     # Its reference reads the model once more, in fp32, if an answer parts from plain decoding's.
-    END=$((${END:-$(($(date +%s) + 100000))} - 30)) soloist draft check -m "$M" --draft "$W/draft" --device "$DEVICE" \
+    END=$(($(date +%s) + $(left) - 30)) soloist draft check -m "$M" --draft "$W/draft" --device "$DEVICE" \
         --tokens 64
     say "checked: exit code $?"
 fi
