@@ -23,13 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from decode_gpu import built_in, commit_id
 from ladder_gpu import measure_rungs
-from model_bench import Bench
+from model_bench import Bench, built_in, by_width, commit_id, step_row, write_result
 from soloist.bench.ladder import ladder
 from soloist.bench.prompts import measure_prompt
 from soloist.bench.results import Result, device_name, machine_folder
-from soloist.bench.steps import StepFigures
 from soloist.config import disable_multicast
 from soloist.engine import Engine
 from soloist.kernels.allreduce import TensorParallel
@@ -154,11 +152,6 @@ def answer(
     return generation.stats, total_s, [1e3 * (b - a) for a, b in itertools.pairwise(times_s)]
 
 
-def step_row(width: int, figures: StepFigures, floor: dict[str, Any]) -> dict[str, Any]:
-    """Put down the steps of one width."""
-    return {"width": width} | asdict(figures) | floor
-
-
 def measure_case(bench: RankBench, name: str, case: Case) -> Iterator[Result]:
     """Measure steps of every width, then answers at the standard points; gives what is measured so far."""
     rows, answers, last = [], {}, None
@@ -169,15 +162,8 @@ def measure_case(bench: RankBench, name: str, case: Case) -> Iterator[Result]:
         bench.say(f"{name} {json.dumps(rows[-1])}")
         last = bench.result(name, figures, floor, width=width)
     assert last is not None
-    by_width: dict[str, Any] = {
-        "step_ms_by_width": {str(row["width"]): row["step_ms"]["median"] for row in rows},
-        "floor_step_ms_by_width": {str(row["width"]): row["floor_step_ms"] for row in rows},
-        "distinct_experts_by_width": {
-            str(row["width"]): experts for row in rows for experts in row.get("distinct_experts_by_width", {}).values()
-        },
-    }
     # TPOT is of requests.
-    last = replace(last, acceptance_length=None, tpot_ms_mean=None, **by_width)
+    last = replace(last, acceptance_length=None, tpot_ms_mean=None, **by_width(rows))
     last.details["rows"] = rows
     yield last
     for width in case.widths:
@@ -269,8 +255,7 @@ def run_rank(arguments: argparse.Namespace, config: dict[str, Any], device_type:
         started_s = time.perf_counter()
         for result in run_case(bench, case, prompt):
             if rank == 0:
-                text = json.dumps(result.to_json() | {"commit": arguments.commit}, indent=1)
-                (folder / f"{result.case}.json").write_text(text + "\n", encoding="utf-8")
+                write_result(result, folder, arguments.commit)
         bench.say(f"{case}: {time.perf_counter() - started_s:.1f} s")
     bench.meet()
     dist.destroy_process_group()

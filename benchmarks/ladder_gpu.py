@@ -6,7 +6,6 @@ rows of a step are independent random ids; drafts are made, thrown away and kept
 
 import argparse
 import gc
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,8 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import soloist.kernels.moe as kernels_moe
-from decode_gpu import commit_id
-from model_bench import Bench
+from model_bench import Bench, commit_id, write_result
 from soloist.bench.ladder import RungSettings, ladder
 from soloist.bench.results import Result
 from soloist.kernels.norm import rms_norm
@@ -208,8 +206,7 @@ def main() -> None:
             benches[case.config] = Bench(case.config)
         bench, started_s = benches[case.config], time.perf_counter()
         for result in (sweep if case.width is None else climb)(bench, name, case):
-            text = json.dumps(result.to_json() | {"commit": arguments.commit}, indent=1)
-            (arguments.out / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+            write_result(result, arguments.out, arguments.commit)
         print(f"{name}: {time.perf_counter() - started_s:.1f} s", flush=True)
 
 

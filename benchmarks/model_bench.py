@@ -4,21 +4,31 @@ The rows of a step are independent random ids, so that routing spreads as unifor
 counted; drafts are made, then thrown away, and kept by lot where acceptance is simulated.
 """
 
+import copy
+import json
+import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 
-from decode_gpu import CONTEXT_LEN, built_in, count_distinct_experts
+import soloist.models.feed_forward as feed_forward
 from soloist.bench.ladder import step_fields
 from soloist.bench.results import Result, device_name
 from soloist.bench.steps import SpreadRows, StepFigures, measure_steps
 from soloist.engine import Engine
 from soloist.kernels.allreduce import ALONE, TensorParallel
+from soloist.kernels.moe import route_ref
+from soloist.kernels.norm import rms_norm_ref
 from soloist.models import load_model
 from soloist.models.bailing_moe_v3 import BailingMoeV3ForCausalLM, BailingMoeV3MTP
+from soloist.models.cache import StepKind
 from soloist.models.causal_lm import CausalLM
 from soloist.models.footprint import CountingSource
 from soloist.models.loader import RandomSource, choose_placement
@@ -35,10 +45,68 @@ from soloist.spec.ngram import PromptLookup
 from soloist.spec.setup import DrafterSetup
 from soloist.step_costs import measure
 
+# Tokens in the cache before a step.
+CONTEXT_LEN = 8192
 # Tokens of context behind those that are there before a step.
 ROOM = 4096
 # Bytes read to draft, by the experts that a pass over the step's rows reads.
 DraftBytes = Callable[[float | None], float]
+
+
+def built_in(name: str) -> dict[str, Any]:
+    """Read a packaged config."""
+    return json.loads((files("soloist") / "configs" / f"{name}.json").read_text())
+
+
+def count_distinct_experts(model: CausalLM, runner: ModelRunner) -> float | None:
+    """Run one step's forward pass eagerly and count the experts that each layer reads: the mean."""
+    counts: list[int] = []
+    original = feed_forward.moe
+
+    def counting(
+        x: torch.Tensor, norm: torch.Tensor, eps: float, gate: torch.Tensor, bias: torch.Tensor, *args, **kwargs
+    ):
+        h = rms_norm_ref(x, norm, eps)
+        chosen, _ = route_ref(h.float() @ gate.float().T, bias, args[4])
+        counts.append(chosen.unique().numel())
+        return original(x, norm, eps, gate, bias, *args, **kwargs)
+
+    feed_forward.moe = counting
+    try:
+        width = runner.buffers.max_width
+        for _ in range(4):
+            ids = torch.randint(model.config.vocab_size, (width,), device=model.device)
+            model.forward(ids, runner.cache, StepKind.DECODE if width == 1 else StepKind.VERIFY)
+    finally:
+        feed_forward.moe = original
+    return statistics.mean(counts) if counts else None
+
+
+def commit_id() -> str:
+    """The commit, or what the environment of a machine without git says."""
+    answer = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return answer.stdout.strip() or "unknown"
+
+
+def write_result(result: Result, folder: Path, commit: str) -> None:
+    """Write a result beside the others, with the commit that a machine without git was told."""
+    text = json.dumps(result.to_json() | {"commit": commit}, indent=1)
+    (folder / f"{result.case}.json").write_text(text + "\n", encoding="utf-8")
+
+
+def step_row(width: int, figures: StepFigures, floor: dict[str, Any]) -> dict[str, Any]:
+    """Put down the steps of one width."""
+    return {"width": width} | asdict(figures) | floor
+
+
+def by_width(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Give the fields of a `Result` that sum rows up."""
+    experts = [row["distinct_experts_by_width"] for row in rows if "distinct_experts_by_width" in row]
+    return {
+        "step_ms_by_width": {str(row["width"]): row["step_ms"]["median"] for row in rows},
+        "floor_step_ms_by_width": {str(row["width"]): row["floor_step_ms"] for row in rows},
+        "distinct_experts_by_width": {width: count for found in experts for width, count in found.items()},
+    }
 
 
 class Bench:
@@ -71,6 +139,12 @@ class Bench:
         self._draft_model: CausalLM | None = None
         took_s, gib = time.perf_counter() - started_s, self.target.report.weight_bytes / 2**30
         self.say(f"{name}: {gib:.1f} GiB loaded in {took_s:.1f} s; {self.bandwidth:.0f} GB/s")
+
+    def behind(self, context_len: int) -> Self:
+        """Give the same model behind another context."""
+        other = copy.copy(self)
+        other.context_len, other.max_context_len = context_len, context_len + self.room
+        return other
 
     def say(self, words: str) -> None:
         """Print, for all ranks once."""
@@ -145,7 +219,12 @@ class Bench:
         """Make an engine whose steps have random rows; give also what counts the bytes it reads to draft."""
         # On every rank the same.
         torch.manual_seed(0)
-        inner, draft_bytes = self.make_drafter(drafter, width) if drafter else (NoDrafter(), lambda experts: 0.0)
+        inner: Drafter = NoDrafter()
+        # Without a drafter rows are filled all the same.
+        inner.max_drafts = width - 1
+        draft_bytes: DraftBytes = lambda experts: 0.0  # noqa: E731
+        if drafter is not None:
+            inner, draft_bytes = self.make_drafter(drafter, width)
         spread = SpreadRows(inner, self.target.config.vocab_size, self.device)
         runner = ModelRunner(
             self.target,

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 import soloist
-from decode_gpu import CONTEXT_LEN, built_in, commit_id, time_answer
+from decode_gpu import time_answer
+from model_bench import CONTEXT_LEN, built_in, commit_id, write_result
 from soloist.bench.results import Peer, Result
 from soloist.models import load_model
 from soloist.models.causal_lm import CausalLM
@@ -71,8 +72,7 @@ def main() -> None:
         print(json.dumps(peer), flush=True)
         ours.append(time_answer(model, execution))
         print("soloist", ours[-1], flush=True)
-        text = json.dumps(make_result(model, bandwidth, ours, found).to_json() | {"commit": arguments.commit}, indent=1)
-        (arguments.out / "qwen2-1.5b-peers.json").write_text(text + "\n", encoding="utf-8")
+        write_result(make_result(model, bandwidth, ours, found), arguments.out, arguments.commit)
 
 
 def make_result(model: CausalLM, bandwidth: float, ours: list[dict[str, float]], found: list[dict[str, Any]]) -> Result:

@@ -1,0 +1,61 @@
+"""The benchmark of full-size models, on a miniature and a CPU with a made-up clock: what it writes, and how often."""
+
+import json
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import decode_gpu
+import model_bench
+from soloist.bench import prompts, steps
+from tests.miniature import miniature_config
+
+
+def stamp(times: torch.Tensor, num_steps: torch.Tensor, *, is_end: bool) -> None:
+    times[int(num_steps) % len(times), int(is_end)] = time.perf_counter_ns()
+    num_steps += is_end
+
+
+@pytest.fixture
+def _miniature(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    monkeypatch.setattr(steps, "stamp", stamp)
+    monkeypatch.setattr(steps, "_trace", lambda meter: (0.0, 1))
+    monkeypatch.setattr(steps, "_TOKENS", 20)
+    monkeypatch.setattr(steps, "_FEWEST_STEPS", 12)
+    monkeypatch.setattr(prompts, "trace_gpu", lambda run: run() or [(0, 2_000_000, "grouped_down_kernel")])
+    monkeypatch.setattr(model_bench, "measure_bandwidth", lambda device: 100.0)
+    monkeypatch.setattr(model_bench, "load_model", partial(model_bench.load_model, dtype=torch.float32))
+    monkeypatch.setattr(decode_gpu, "measure_prompt", partial(prompts.measure_prompt, meet=lambda: None))
+    monkeypatch.setattr(decode_gpu, "ANSWER_TOKENS", 8)
+    monkeypatch.setattr(decode_gpu, "NUM_STEPS", 14)
+
+
+@pytest.mark.usefixtures("_miniature")
+def test_cases_are_written_with_steps_prompts_and_answers_behind_each_context(tmp_path: Path):
+    config = miniature_config("bailing_moe_v3")
+    named = {
+        "one-row": decode_gpu.Case(model="miniature", config=config, widths=(1,), context_lens=(30, 60)),
+        "verify": decode_gpu.Case(model="miniature", config=config, widths=(2, 5), weights="shard", context_lens=(30,)),
+    }
+    decode_gpu.run(list(named.items()), tmp_path, "none", "cpu", room=300)
+    one_row, verify = (json.loads((tmp_path / f"{name}.json").read_text()) for name in named)
+    for result in (one_row, verify):
+        assert result["commit"] == "none" and result["model"] == "miniature" and result["share_of_floor"] > 0
+        assert result["details"]["prompt"]["kernel_ms"] == {"experts": 2.0}
+    assert one_row["context_len"] == 60 and one_row["weights"] == "random"
+    assert list(one_row["details"]["tpot_ms_by_context_len"]) == ["30", "60"]
+    assert one_row["tpot_ms_median"] == one_row["details"]["tpot_ms_by_context_len"]["60"] > 0
+    assert [row["width"] for row in verify["details"]["rows"]] == [2, 5] and verify["weights"] == "shard"
+    assert list(verify["step_ms_by_width"]) == list(verify["distinct_experts_by_width"]) == ["2", "5"]
+    assert [row["mean_width"] for row in verify["details"]["rows"]] == [2, 5]
+    assert "tpot_ms_median" not in verify and verify["width"] == 5
+    experts = verify["distinct_experts_by_width"]
+    assert experts["5"] > experts["2"] > 1
