@@ -14,6 +14,7 @@ Answers that repeat themselves are left out. Intervals are over prompts and seed
 import argparse
 import contextlib
 import json
+import queue
 import random
 import shlex
 import sys
@@ -65,6 +66,8 @@ TEMPERATURES, MEASURED = (0.0, 0.7, 1.0), (0.0, 0.7)
 NUM_TOKENS, BATCH_SIZE, CONTEXT_LEN = 128, 2048, 512
 MIN_DISTINCT = 0.6
 WARM_STEPS, TIMED_STEPS = 5, 20
+# Seconds that processes wait for each other.
+MEETING_S = 100
 NUM_RESAMPLES = 2000
 
 
@@ -201,7 +204,7 @@ def work(job: Job, texts: list[Text], barrier: Any, step_s: Any, num_steps: Any,
         )
         trial.run(WARM_STEPS)
         with contextlib.suppress(threading.BrokenBarrierError):
-            barrier.wait()
+            barrier.wait(MEETING_S)
         start_s = time.perf_counter()
         trial.run(WARM_STEPS + TIMED_STEPS)
         step_s.put((time.perf_counter() - start_s) / TIMED_STEPS)
@@ -324,6 +327,15 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _take(times: Any, count: int) -> list[float]:
+    """Take what the processes say, of those that say something."""
+    found = []
+    with contextlib.suppress(queue.Empty):
+        for _ in range(count):
+            found.append(times.get(timeout=2 * MEETING_S))
+    return found
+
+
 def train_all(options: argparse.Namespace, jobs: list[Job]) -> None:
     """Train and measure every draft, each in a process."""
     target, tokenizer = load_target(options), Tokenizer.load(options.model)
@@ -341,12 +353,16 @@ def train_all(options: argparse.Namespace, jobs: list[Job]) -> None:
     barrier, times, has_steps = context.Barrier(len(jobs)), context.Queue(), context.Event()
     num_steps = context.Value("i", 0)
     processes = [
-        context.Process(target=work, args=(job, texts[VARIANTS[job.variant][1]], barrier, times, num_steps, has_steps))
+        context.Process(
+            target=work,
+            args=(job, texts[VARIANTS[job.variant][1]], barrier, times, num_steps, has_steps),
+            daemon=True,
+        )
         for job in jobs
     ]
     for process in processes:
         process.start()
-    step_s = max(times.get(timeout=300) for _ in jobs)
+    step_s = max(_take(times, len(jobs)))
     num_steps.value = max(int(options.seconds / step_s), 10)
     has_steps.set()
     say(f"{len(jobs)} drafts, {1e3 * step_s:.0f} ms for a step of each, {num_steps.value} steps")
