@@ -18,13 +18,13 @@ from chains import REPLAYS, rand, time_chain
 from soloist.kernels import (
     kda,
     kda_commit_cuda,
-    kda_prompt_triton,
     kda_triton,
     kda_verify_cuda,
     mla,
     moe,
     moe_step_cuda,
 )
+from soloist.kernels.kda_inputs import KdaCache, KdaKept, KdaRows, KdaWeights
 from soloist.kernels.norm import gated_rms_norm_ref
 
 try:
@@ -145,57 +145,60 @@ class MoeBench:
         return *time_chain([call(i) for i in range(num_calls)]), num_bytes
 
 
-def kda_arguments(shape: Shape, T: int) -> tuple:
+def kda_arguments(shape: Shape, T: int) -> tuple[KdaRows, KdaWeights]:
     H, K = shape.H, 128
     C = 3 * H * K
     row = rand(T, C + 2 * H * K + H)
-    qkv, f, gate, b = row.split([C, H * K, H * K, H], 1)
     a_log, dt = rand(H, dtype=torch.float32, scale=0.5), rand(H * K, dtype=torch.float32, scale=0.5)
-    return (qkv, f, gate, b, rand(C, 4, scale=0.5), a_log, dt, torch.ones(K, dtype=torch.bfloat16, device="cuda"), 1e-6)
+    ones = torch.ones(K, dtype=torch.bfloat16, device="cuda")
+    weights = KdaWeights(rand(C, 4, scale=0.5), a_log, dt, ones, 1e-6, -5.0)
+    return KdaRows(*row.split([C, H * K, H * K, H], 1)), weights
+
+
+def copy(cache: KdaCache) -> KdaCache:
+    return KdaCache(*(x.clone() for x in cache))
 
 
 def bench_kda(shape: Shape, bandwidth: float, rows: list[dict]) -> None:
     L, H, K = 35, shape.H, 128
     C = 3 * H * K
-    state, conv = rand(L, H, K, K, dtype=torch.float32), rand(L, 3, C)
-    kept = [rand(L, 16, H, K, dtype=torch.float32) for _ in range(3)] + [rand(L, 16, C)]
+    caches = KdaCache(rand(L, H, K, K, dtype=torch.float32), rand(L, 3, C))
+    all_kept = KdaKept(*(rand(L, 16, H, K, dtype=torch.float32) for _ in range(3)), rand(L, 16, C))
+    cache_of = [KdaCache(*(x[i] for x in caches)) for i in range(L)]
+    kept_of = [KdaKept(*(x[i] for x in all_kept)) for i in range(L)]
     state_bytes = H * K * K * 4
     for T in WIDTHS:
-        args = kda_arguments(shape, T)
-        ref_state, ref_conv = state[0].clone(), conv[0].clone()
-        ref = kda.kda_recurrent_ref(*args, ref_state, ref_conv, num_heads=H, lower_bound=-5.0)
+        inputs, weights = kda_arguments(shape, T)
         if T == 1:
-            got_state, got_conv = state[0].clone(), conv[0].clone()
-            out = kda_triton.step(*args, got_state, got_conv, lower_bound=-5.0)
-            report(rows, f"{shape.name} kda_step", T, error(out, ref), error(got_state, ref_state))
-            us = time_chain([lambda i=i: kda_triton.step(*args, state[i], conv[i], lower_bound=-5.0) for i in range(L)])
+            plain, cache = copy(cache_of[0]), copy(cache_of[0])
+            ref = kda.kda_recurrent_ref(inputs, weights, plain)
+            out = kda_triton.step(inputs, weights, cache)
+            report(rows, f"{shape.name} kda_step", T, error(out, ref), error(cache.state, plain.state))
+            us = time_chain([lambda x=x: kda_triton.step(inputs, weights, x) for x in cache_of])
             record(rows, shape, "kda_step", T, us, 2 * state_bytes, bandwidth)
         for law in (-5.0, None):
-            ref_state, ref_conv = state[0].clone(), conv[0].clone()
-            ref = kda.kda_recurrent_ref(*args, ref_state, ref_conv, num_heads=H, lower_bound=law)
-            out = kda_verify_cuda.verify(*args, state[0], conv[0], *(x[0] for x in kept), lower_bound=law)
-            got_state, got_conv = state[:1].clone(), conv[:1].clone()
+            of_law = weights._replace(lower_bound=law)
+            plain, cache = copy(cache_of[0]), copy(cache_of[0])
+            ref = kda.kda_recurrent_ref(inputs, of_law, plain)
+            out = kda_verify_cuda.verify(inputs, of_law, cache, kept_of[0])
             count = torch.tensor(T, dtype=torch.int32, device="cuda")
-            kda_commit_cuda.commit(got_state, got_conv, *(x[:1].contiguous() for x in kept), count)
-            report(rows, f"{shape.name} kda_verify {law}", T, error(out, ref), error(got_state[0], ref_state))
+            kda_commit_cuda.commit(KdaCache(*(x[None] for x in cache)), KdaKept(*(x[:1] for x in all_kept)), count)
+            report(rows, f"{shape.name} kda_verify {law}", T, error(out, ref), error(cache.state, plain.state))
 
-        def verify(i: int) -> Callable[[], object]:
-            return lambda: kda_verify_cuda.verify(*args, state[i], conv[i], *(x[i] for x in kept), lower_bound=-5.0)
+        def verify(i: int, inputs: KdaRows = inputs, weights: KdaWeights = weights) -> Callable[[], object]:
+            return lambda: kda_verify_cuda.verify(inputs, weights, cache_of[i], kept_of[i])
 
         record(rows, shape, "kda_verify", T, time_chain([verify(i) for i in range(L)]), state_bytes, bandwidth)
     count = torch.tensor(5, dtype=torch.int32, device="cuda")
-    us = time_chain([lambda: kda_commit_cuda.commit(state, conv, *kept, count) for _ in range(4)])
-    record(rows, shape, "kda_commit", 16, us, 2 * L * state_bytes, bandwidth)
+    us = time_chain([lambda: kda_commit_cuda.commit(caches, all_kept, count) for _ in range(4)])
+    record(rows, shape, "kda_commit of all layers", 5, us, 2 * L * state_bytes, bandwidth)
     T = CONTEXT_LEN
-    args = kda_arguments(shape, T)
-    ref_state, ref_conv = state[0].clone(), conv[0].clone()
-    ref = kda.kda_chunk_ref(*args, ref_state, ref_conv, num_heads=H, lower_bound=-5.0)
-    got_state, got_conv = state[0].clone(), conv[0].clone()
-    out = kda_prompt_triton.run_prompt(*args, got_state, got_conv, lower_bound=-5.0)
-    report(rows, f"{shape.name} kda_prompt", T, error(out, ref), error(got_state, ref_state))
-    us = time_chain(
-        [lambda: kda_prompt_triton.run_prompt(*args, state[0], conv[0], lower_bound=-5.0) for _ in range(2)]
-    )
+    inputs, weights = kda_arguments(shape, T)
+    plain, cache = copy(cache_of[0]), copy(cache_of[0])
+    ref = kda.kda_chunk_ref(inputs, weights, plain)
+    out = kda.kda_chunk(inputs, weights, cache)
+    report(rows, f"{shape.name} kda_prompt", T, error(out, ref), error(cache.state, plain.state))
+    us = time_chain([lambda: kda.kda_chunk(inputs, weights, cache_of[0]) for _ in range(2)])
     record(rows, shape, "kda_prompt", T, us, 2 * state_bytes + T * (C + 3 * H * K) * 2, bandwidth)
 
 
@@ -230,14 +233,12 @@ def bench_fla(shape: Shape, bandwidth: float, rows: list[dict]) -> None:
             us = time_calls(lambda: chunk_kda(*mixed, *inputs[3:], initial_state=state[0], safe_gate=True, **options))
             record(rows, shape, "kda_prompt of fla-core", T, us, 2 * H * K * K * 4 + T * 7 * H * K * 2, bandwidth)
             continue
-        plain_state, conv = state[0, 0].clone(), torch.zeros(3, 3 * H * K, dtype=torch.bfloat16, device="cuda")
-        weights = (taps, a_log, dt_bias, ones, 1e-6, plain_state, conv)
-        expected = kda.kda_recurrent_ref(
-            qkv, f.flatten(1), no_gate, b, *weights, num_heads=H, lower_bound=options["lower_bound"]
-        )
+        plain = KdaCache(state[0, 0].clone(), torch.zeros(3, 3 * H * K, dtype=torch.bfloat16, device="cuda"))
+        weights = KdaWeights(taps, a_log, dt_bias, ones, 1e-6, options["lower_bound"])
+        expected = kda.kda_recurrent_ref(KdaRows(qkv, f.flatten(1), no_gate, b), weights, plain)
         out, final = fused_recurrent_kda(*mixed, *inputs[3:], initial_state=state[0], **options)
         normed = gated_rms_norm_ref(out[0], no_gate.view(T, H, K), ones, 1e-6).flatten(1)
-        report(rows, f"{shape.name} kda of fla-core", T, error(normed, expected), error(final[0], plain_state))
+        report(rows, f"{shape.name} kda of fla-core", T, error(normed, expected), error(final[0], plain.state))
 
         def recur(i: int, mixed: tuple = mixed, rest: tuple = inputs[3:]) -> Callable[[], object]:
             return lambda: fused_recurrent_kda(*mixed, *rest, initial_state=state[i], **options)

@@ -17,6 +17,7 @@ from soloist.kernels import (
     nvrtc,
     step_end_triton,
 )
+from soloist.kernels.kda_inputs import KdaCache, KdaKept, KdaRows, KdaWeights
 from soloist.kernels.moe import RouterSettings
 from tests.kernels.compile_only import Compiled, compiling, print_kernels, read_cubin, run_without_interpreter
 
@@ -35,18 +36,17 @@ def bf16(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=BF16)
 
 
-def kda_layer() -> tuple:
+def kda_layer() -> tuple[KdaRows, KdaWeights, KdaCache, KdaKept]:
     C = 3 * H * K
-    rows = bf16(T, C + 2 * H * K + H).split([C, H * K, H * K, H], dim=1)
-    weights = (bf16(C, 4), torch.empty(H), torch.empty(H * K), bf16(K), 1e-6)
-    state, conv = torch.empty(H, K, K), bf16(3, C)
-    kept = (torch.empty(T, H, K), torch.empty(T, H, K), torch.empty(T, H, K), bf16(T, C))
-    return rows, weights, state, conv, kept
+    rows = KdaRows(*bf16(T, C + 2 * H * K + H).split([C, H * K, H * K, H], dim=1))
+    weights = KdaWeights(bf16(C, 4), torch.empty(H), torch.empty(H * K), bf16(K), 1e-6, -5.0)
+    kept = KdaKept(torch.empty(T, H, K), torch.empty(T, H, K), torch.empty(T, H, K), bf16(T, C))
+    return rows, weights, KdaCache(torch.empty(H, K, K), bf16(3, C)), kept
 
 
 def launch_kda() -> None:
-    rows, weights, state, conv, _ = kda_layer()
-    kda_triton.step(*(x[:1] for x in rows), *weights, state, conv, lower_bound=-5.0, width=i32())
+    rows, weights, cache, _ = kda_layer()
+    kda_triton.step(KdaRows(*(x[:1] for x in rows)), weights, cache, width=i32())
 
 
 def launch_mla() -> None:
@@ -94,9 +94,9 @@ def compile_cuda() -> list[Compiled]:
     weights = (bf16(E, 2 * F, D), bf16(E, D, F), bf16(2 * F, D), bf16(D, F))
     step = (bf16(T, D), bf16(D), 1e-6, torch.empty(T, E), torch.empty(E), *weights, settings)
     moe_step_cuda.run_experts(*step, limit=4.0, shared_limit=5.0, width=i32(), adds_residual=True)
-    rows, weights, state, conv, kept = kda_layer()
-    kda_verify_cuda.verify(*rows, *weights, state, conv, *kept, lower_bound=-5.0)
-    kda_commit_cuda.commit(state[None], conv[None], *(x[None] for x in kept), i32())
+    rows, weights, cache, kept = kda_layer()
+    kda_verify_cuda.verify(rows, weights, cache, kept)
+    kda_commit_cuda.commit(KdaCache(*(x[None] for x in cache)), KdaKept(*(x[None] for x in kept)), i32())
     splits = (torch.empty(128, H, 512), torch.empty(128, H), torch.empty(128, H))
     mla_step_cuda.attend(bf16(1, H, 576), bf16(1024, 576), i32(), *splits, 0.1)
     splits = (torch.empty(44, T * H, 512), torch.empty(44, T * H), torch.empty(44, T * H))
@@ -140,7 +140,7 @@ def test_every_kernel_keeps_its_budget(kernels: dict[str, Compiled]):
 def test_every_kernel_waits_for_what_it_reads(kernels: dict[str, Compiled]):
     for name, kernel in kernels.items():
         # Two kinds of program, one wait each.
-        assert kernel.waits == (2 if name == "prepare_kernel" else 1), kernel
+        assert kernel.waits == (2 if name in ("prepare_kernel", "step_kernel") else 1), kernel
 
 
 def test_expert_weights_come_16_bytes_at_a_time_to_where_they_are_multiplied(kernels: dict[str, Compiled]):

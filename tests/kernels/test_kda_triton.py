@@ -9,6 +9,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from soloist.kernels import kda, kda_commit_cuda, kda_verify_cuda
+from soloist.kernels.kda_inputs import KdaCache, KdaKept, KdaRows, KdaWeights
 from soloist.kernels.launch import IS_INTERPRETED, arrival_counters, programmatic_launch
 from soloist.kernels.norm import gated_rms_norm_ref
 from tests.kernels import cuda_on_cpu
@@ -52,44 +53,55 @@ class Layer:
     ) -> None:
         C = heads * (2 * K + V)
         self.H, self.K, self.V, self.C, self.dtype = heads, K, V, C, dtype
-        self.weights = (
+        self.weights = KdaWeights(
             rand(C, 4, dtype=dtype),
             torch.tensor(A_log[:heads], device=DEVICE),
             rand(heads * K, dtype=torch.float32),
             torch.rand(V, device=DEVICE).add(0.5).to(dtype),
             1e-6,
+            LAWS[law],
         )
         self.states = rand(3, heads, V, K, dtype=torch.float32)
         self.convs = rand(3, 3, C, dtype=dtype)
         self.states[::2], self.convs[::2] = torch.nan, torch.nan
-        self.kw = {"num_heads": heads, "lower_bound": LAWS[law]}
 
     @property
-    def cache(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.states[1], self.convs[1]
+    def cache(self) -> KdaCache:
+        return KdaCache(self.states[1], self.convs[1])
 
-    def copy_cache(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.states[1].clone(), self.convs[1].clone()
+    def copy_cache(self) -> KdaCache:
+        return KdaCache(*(x.clone() for x in self.cache))
 
     def assert_others_are_untouched(self) -> None:
         assert self.states[::2].isnan().all() and self.convs[::2].isnan().all()
 
-    def rows(self, T: int, *, f_scale: float = 1.0) -> tuple[torch.Tensor, ...]:
+    def rows(self, T: int, *, f_scale: float = 1.0) -> KdaRows:
         sizes = [self.C, self.H * self.K, self.H * self.V, self.H]
-        return split_rows(T, sizes, scales=(1.0, f_scale, 1.0, 1.0), dtype=self.dtype)
+        return KdaRows(*split_rows(T, sizes, scales=(1.0, f_scale, 1.0, 1.0), dtype=self.dtype))
 
-    def scratch(self, T_max: int, *layers: int) -> list[torch.Tensor]:
+    def scratch(self, T_max: int, *layers: int) -> KdaKept:
         """What verify writes, filled with NaN."""
         shapes = ((T_max, self.H, self.K), (T_max, self.H, self.V), (T_max, self.H, self.K), (T_max, self.C))
         dtypes = (torch.float32, torch.float32, torch.float32, self.dtype)
-        return [
-            torch.full((*layers, *shape), torch.nan, dtype=dtype, device=DEVICE)
-            for shape, dtype in zip(shapes, dtypes, strict=True)
-        ]
+        return KdaKept(
+            *(
+                torch.full((*layers, *shape), torch.nan, dtype=dtype, device=DEVICE)
+                for shape, dtype in zip(shapes, dtypes, strict=True)
+            )
+        )
 
-    def recurrence(self, rows: tuple[torch.Tensor, ...], cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def recurrence(self, rows: KdaRows, cache: KdaCache) -> torch.Tensor:
         """Advance `cache` by the definition."""
-        return kda.kda_recurrent_ref(*(x.contiguous() for x in rows), *self.weights, *cache, **self.kw)
+        return kda.kda_recurrent_ref(contiguous(rows), self.weights, cache)
+
+
+def contiguous(rows: KdaRows) -> KdaRows:
+    return KdaRows(*(x.contiguous() for x in rows))
+
+
+def commit(cache: KdaCache, kept: KdaKept, num_rows: torch.Tensor) -> None:
+    """Commit one layer."""
+    kda.kda_commit(KdaCache(*(x[None] for x in cache)), KdaKept(*(x[None] for x in kept)), num_rows)
 
 
 def i32(x: int) -> torch.Tensor:
@@ -102,7 +114,7 @@ def test_a_step_equals_the_recurrence(law: str, width: int | None):
     layer = Layer(law)
     rows, plain = layer.rows(1), layer.copy_cache()
     expected = layer.recurrence(rows, plain)
-    out = kda.kda_step(*rows, *layer.weights, *layer.cache, **layer.kw, width=None if width is None else i32(width))
+    out = kda.kda_step(rows, layer.weights, layer.cache, width=None if width is None else i32(width))
     assert_near(out, expected)
     assert_near(layer.cache[0], plain[0], STATE)
     assert torch.equal(layer.cache[1], plain[1])
@@ -112,7 +124,7 @@ def test_a_step_equals_the_recurrence(law: str, width: int | None):
 def test_a_step_of_width_zero_leaves_state_and_conv_alone():
     layer = Layer("ling")
     before = layer.copy_cache()
-    kda.kda_step(*layer.rows(1), *layer.weights, *layer.cache, **layer.kw, width=i32(0))
+    kda.kda_step(layer.rows(1), layer.weights, layer.cache, width=i32(0))
     assert all(torch.equal(now, old) for now, old in zip(layer.cache, before, strict=True))
 
 
@@ -120,25 +132,25 @@ def test_a_step_takes_heads_of_any_form():
     layer = Layer("ling", heads=1, K=64, V=16)
     rows, plain = layer.rows(1), layer.copy_cache()
     expected = layer.recurrence(rows, plain)
-    assert_near(kda.kda_step(*rows, *layer.weights, *layer.cache, **layer.kw), expected)
+    assert_near(kda.kda_step(rows, layer.weights, layer.cache), expected)
     assert_near(layer.cache[0], plain[0], STATE)
 
 
-def check_verify(layer: Layer, rows: tuple[torch.Tensor, ...], T_max: int) -> None:
+def check_verify(layer: Layer, rows: KdaRows, T_max: int) -> None:
     """Verify all rows and compare what comes out and what is kept; nothing else may be written."""
-    T, before, plain = rows[0].shape[0], layer.copy_cache(), layer.copy_cache()
+    T, before, plain = rows.qkv.shape[0], layer.copy_cache(), layer.copy_cache()
     expected, kept, kept_ref = layer.recurrence(rows, plain), layer.scratch(T_max), layer.scratch(T_max)
-    kda.kda_verify_ref(*(x.contiguous() for x in rows), *layer.weights, *before, *kept_ref, **layer.kw)
-    out = kda.kda_verify(*rows, *layer.weights, *layer.cache, *kept, **layer.kw)
+    kda.kda_verify_ref(contiguous(rows), layer.weights, before, kept_ref)
+    out = kda.kda_verify(rows, layer.weights, layer.cache, kept)
     assert_near(out, expected)
     assert all(torch.equal(now, old) for now, old in zip(layer.cache, before, strict=True))
     for x, x_ref in zip(kept[:3], kept_ref[:3], strict=True):
         assert_near(x[:T], x_ref[:T], STATE)
-    assert torch.equal(kept[3][:T], rows[0])
+    assert torch.equal(kept.conv[:T], rows.qkv)
     assert all(x[T:].isnan().all() for x in kept)
     assert not arrival_counters(DEVICE).any()
 
-    kda.kda_commit(*(x[None] for x in layer.cache), *(x[None] for x in kept), i32(T))
+    commit(layer.cache, kept, i32(T))
     assert_near(layer.cache[0], plain[0], STATE)
     assert torch.equal(layer.cache[1], plain[1])
     layer.assert_others_are_untouched()
@@ -161,10 +173,10 @@ def test_a_verify_takes_heads_of_any_form():
 EXTREMES = [("ling", (-8.0, 3.0, 6.0)), ("kimi", (-8.0, 2.0, 6.0))]
 
 
-def extreme_rows(layer: Layer, T: int) -> tuple[torch.Tensor, ...]:
+def extreme_rows(layer: Layer, T: int) -> KdaRows:
     rows = layer.rows(T, f_scale=4.0)
-    rows[1][T // 2] = 60.0
-    rows[1][T // 2 + 1 :] -= 6.0
+    rows.f[T // 2] = 60.0
+    rows.f[T // 2 + 1 :] -= 6.0
     return rows
 
 
@@ -180,10 +192,10 @@ def test_extreme_gates_keep_a_prompt_exact(law: str, A_log: tuple[float, ...]):
     check_prompt(layer, extreme_rows(layer, 33))
 
 
-def check_prompt(layer: Layer, rows: tuple[torch.Tensor, ...]) -> None:
+def check_prompt(layer: Layer, rows: KdaRows) -> None:
     plain = layer.copy_cache()
     expected = layer.recurrence(rows, plain)
-    assert_near(kda.kda_chunk(*rows, *layer.weights, *layer.cache, **layer.kw), expected)
+    assert_near(kda.kda_chunk(rows, layer.weights, layer.cache), expected)
     assert_near(layer.cache[0], plain[0], STATE)
     assert torch.equal(layer.cache[1], plain[1])
     layer.assert_others_are_untouched()
@@ -204,17 +216,17 @@ def test_a_prompt_of_many_heads_equals_the_recurrence(law: str):
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 5, 7])
 def test_a_commit_advances_every_layer_and_reads_no_other_row(num_rows: int):
     layer, L, T = Layer("ling", heads=1), 2, 7
-    state, conv = rand(L, 1, V, K, dtype=torch.float32), rand(L, 3, layer.C)
-    kept = [rand(*x.shape, dtype=x.dtype) for x in layer.scratch(T, L)]
-    kept[2].abs_().neg_()
+    cache = KdaCache(rand(L, 1, V, K, dtype=torch.float32), rand(L, 3, layer.C))
+    kept = KdaKept(*(rand(*x.shape, dtype=x.dtype) for x in layer.scratch(T, L)))
+    kept.g.abs_().neg_()
     for x in kept:
         x[:, num_rows:] = torch.nan
-    state_ref, conv_ref = state.clone(), conv.clone()
-    kda.kda_commit_ref(state_ref, conv_ref, *kept, i32(num_rows))
-    kda.kda_commit(state, conv, *kept, i32(num_rows))
-    # No convolution here: only the products are rounded.
-    assert_near(state, state_ref, STATE if IS_INTERPRETED else Limit(rms=2e-5, worst_row=1e-4))
-    assert torch.equal(conv, conv_ref)
+    plain = KdaCache(*(x.clone() for x in cache))
+    kda.kda_commit_ref(plain, kept, i32(num_rows))
+    kda.kda_commit(cache, kept, i32(num_rows))
+    # No convolution here, and fp32 throughout.
+    assert_near(cache.state, plain.state)
+    assert torch.equal(cache.conv, plain.conv)
 
 
 def test_the_state_after_many_verified_steps_is_that_of_plain_decoding():
@@ -227,14 +239,14 @@ def test_the_state_after_many_verified_steps_is_that_of_plain_decoding():
     limit = Limit(rms=1e-5, worst_row=1e-4) if is_small else Limit(rms=5e-5, worst_row=5e-4)
     with programmatic_launch(False):
         for i in range(52 if is_small else 600):
-            layer.kw["lower_bound"] = LAWS["kimi"] if i % 8 == 7 else LAWS["ling"]
+            layer.weights = layer.weights._replace(lower_bound=LAWS["kimi"] if i % 8 == 7 else LAWS["ling"])
             T = int(torch.randint(1, 17, (), generator=choose))
             num_rows = int(torch.randint(0, T + 1, (), generator=choose))
             rows, kept = layer.rows(T), layer.scratch(16)
-            out = kda.kda_verify(*rows, *layer.weights, *layer.cache, *kept, **layer.kw)
-            kda.kda_commit(*(x[None] for x in layer.cache), *(x[None] for x in kept), i32(num_rows))
+            out = kda.kda_verify(rows, layer.weights, layer.cache, kept)
+            commit(layer.cache, kept, i32(num_rows))
             if num_rows:
-                expected = layer.recurrence(tuple(x[:num_rows] for x in rows), plain)
+                expected = layer.recurrence(KdaRows(*(x[:num_rows] for x in rows)), plain)
                 assert_near(out[:num_rows], expected, Limit(rms=1e-4, worst_row=1e-3))
                 assert_near(layer.cache[0], plain[0], limit)
             assert torch.equal(layer.cache[1], plain[1])
@@ -246,15 +258,14 @@ def test_the_state_after_many_verified_steps_is_that_of_plain_decoding():
 def test_a_verify_and_its_commit_equal_those_of_fla_core(T: int, law: str):
     fla = pytest.importorskip("fla.ops.kda")
     layer = Layer(law, K=128, V=128)
-    taps, A_log, dt_bias, o_norm, eps = layer.weights
     # Taps that let a row through: fla-core's recurrence begins behind the convolution.
-    taps.zero_()[:, 3] = 1
+    layer.weights.conv_w.zero_()[:, 3] = 1
     rows, kept = layer.rows(T), layer.scratch(16)
-    q, k, v = (x.unflatten(-1, (H, 128)) for x in F.silu(rows[0].float()).to(DTYPE).chunk(3, dim=-1))
+    q, k, v = (x.unflatten(-1, (H, 128)) for x in F.silu(rows.qkv.float()).to(DTYPE).chunk(3, dim=-1))
     o, state = fla.fused_recurrent_kda(
-        *(x[None].contiguous() for x in (q, k, v, rows[1].unflatten(-1, (H, 128)), rows[3])),
-        A_log=A_log,
-        dt_bias=dt_bias,
+        *(x[None].contiguous() for x in (q, k, v, rows.f.unflatten(-1, (H, 128)), rows.b)),
+        A_log=layer.weights.A_log,
+        dt_bias=layer.weights.dt_bias,
         initial_state=layer.states[1:2].clone(),
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
@@ -263,9 +274,10 @@ def test_a_verify_and_its_commit_equal_those_of_fla_core(T: int, law: str):
         lower_bound=LAWS[law],
         state_v_first=True,
     )
-    expected = gated_rms_norm_ref(o[0], rows[2].reshape(o[0].shape), o_norm, eps).flatten(1)
-    out = kda.kda_verify(*rows, *layer.weights, *layer.cache, *kept, **layer.kw)
-    kda.kda_commit(*(x[None] for x in layer.cache), *(x[None] for x in kept), i32(T))
+    gate, (*_, o_norm, eps, _) = rows.gate.reshape(o[0].shape), layer.weights
+    expected = gated_rms_norm_ref(o[0], gate, o_norm, eps).flatten(1)
+    out = kda.kda_verify(rows, layer.weights, layer.cache, kept)
+    commit(layer.cache, kept, i32(T))
     assert_near(out, expected, Limit(rms=1e-2, worst_row=3e-2))
     assert_near(layer.cache[0], state[0], Limit(rms=2e-3, worst_row=2e-2))
 
@@ -280,8 +292,8 @@ def test_chained_launches_give_the_bits_of_separate_ones(law: str):
     def run() -> tuple[torch.Tensor, ...]:
         cache, kept, outs = layer.copy_cache(), layer.scratch(9), []
         for each, count in zip(rows, counts, strict=True):
-            outs.append(kda.kda_verify(*each, *layer.weights, *cache, *kept, **layer.kw))
-            kda.kda_commit(*(x[None] for x in cache), *(x[None] for x in kept), count)
+            outs.append(kda.kda_verify(each, layer.weights, cache, kept))
+            commit(cache, kept, count)
             # A step has other kernels between a commit and the next read of the state.
             outs.append(outs[-1] * 2)
         return torch.cat(outs), *cache

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from soloist.kernels.kda import kda_chunk
+from soloist.kernels.kda_inputs import KdaCache, KdaRows, KdaWeights
 from soloist.kernels.moe import RouterSettings
 from soloist.train import operators as op
 from soloist.train.documents import CHUNK, Documents
@@ -100,8 +101,8 @@ def test_kda_equals_the_kernels_reference_in_fp32(lower_bound: float | None):
     got = kda(*rows, *weights, 1e-5, Documents(LENGTHS), num_heads=H, lower_bound=lower_bound)
     want = []
     for piece in zip(*(x.split(LENGTHS) for x in rows), strict=True):
-        state, conv = torch.zeros(H, V, K), torch.zeros(3, rows[0].shape[1])
-        want.append(kda_chunk(*piece, *weights, 1e-5, state, conv, num_heads=H, lower_bound=lower_bound))
+        cache = KdaCache(torch.zeros(H, V, K), torch.zeros(3, rows[0].shape[1]))
+        want.append(kda_chunk(KdaRows(*piece), KdaWeights(*weights, 1e-5, lower_bound), cache))
     assert (got - torch.cat(want)).norm() < 1e-5 * torch.cat(want).norm()
 
 

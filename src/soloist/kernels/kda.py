@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from soloist.kernels.check import FLOATS, expect, use_reference
+from soloist.kernels.kda_inputs import KdaCache, KdaKept, KdaRows, KdaWeights
 from soloist.kernels.launch import HAS_TRITON
 
 if HAS_TRITON:
@@ -38,16 +39,14 @@ MAX_ROWS = 1024
 L2_EPS = 1e-6
 
 
-class _Rows(NamedTuple):
-    """What the recurrence reads, fp32, and the raw convolution inputs behind it."""
+class _Operands(NamedTuple):
+    """What the recurrence reads, fp32."""
 
     q: torch.Tensor  # (H, T, K)
     k: torch.Tensor  # (H, T, K)
     v: torch.Tensor  # (H, T, V)
     g: torch.Tensor  # (H, T, K)
     beta: torch.Tensor  # (H, T, 1)
-    # The three inputs before this step, then this step's.
-    window: torch.Tensor  # (3+T, C)
 
 
 def _l2_norm(x: torch.Tensor) -> torch.Tensor:
@@ -55,21 +54,16 @@ def _l2_norm(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
 
 
-def _prepare(
-    qkv: torch.Tensor,
-    f: torch.Tensor,
-    b: torch.Tensor,
-    conv_w: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    conv: torch.Tensor,
-    num_heads: int,
-    lower_bound: float | None,
-) -> _Rows:
-    """Turn raw projections into the recurrence's inputs: convolution, SiLU, L2 norm, gates."""
-    T, H, K = qkv.shape[0], num_heads, f.shape[1] // num_heads
+def _prepare(rows: KdaRows, weights: KdaWeights, conv: torch.Tensor) -> tuple[_Operands, torch.Tensor]:
+    """Turn raw projections into the recurrence's inputs: convolution, SiLU, L2 norm, gates.
+
+    Also gives the window (3+T, C): the three raw rows before this step, then this step's.
+    """
+    qkv, f, _, b = rows
+    T, H = qkv.shape[0], weights.num_heads
+    K = f.shape[1] // H
     window = torch.cat([conv, qkv])  # (3+T, C)
-    taps = conv_w.float()
+    taps = weights.conv_w.float()
     mixed = window[:T].float() * taps[:, 0]
     for tap in range(1, 4):
         mixed += window[tap : tap + T].float() * taps[:, tap]
@@ -77,47 +71,31 @@ def _prepare(
     q, k, v = mixed.split([H * K, H * K, qkv.shape[1] - 2 * H * K], dim=1)
     q = _l2_norm(q.view(T, H, K)) * K**-0.5
     k = _l2_norm(k.view(T, H, K))
-    rate = A_log.exp()[:, None]  # (H, 1)
-    drive = f.float().view(T, H, K) + dt_bias.view(H, K)
-    g = -rate * F.softplus(drive) if lower_bound is None else lower_bound * torch.sigmoid(rate * drive)  # (T, H, K)
+    rate = weights.A_log.exp()[:, None]  # (H, 1)
+    drive = f.float().view(T, H, K) + weights.dt_bias.view(H, K)
+    bound = weights.lower_bound
+    g = -rate * F.softplus(drive) if bound is None else bound * torch.sigmoid(rate * drive)  # (T, H, K)
     beta = torch.sigmoid(b.float())[..., None]  # (T, H, 1)
-    q, k, v, g, beta = (x.transpose(0, 1) for x in (q, k, v.view(T, H, -1), g, beta))  # (H, T, .)
-    return _Rows(q, k, v, g, beta, window)
+    return _Operands(*(x.transpose(0, 1) for x in (q, k, v.view(T, H, -1), g, beta))), window
 
 
-def _finish(o: torch.Tensor, gate: torch.Tensor, o_norm: torch.Tensor, eps: float) -> torch.Tensor:
-    """Norm and gate what the recurrence reads: (H, T, V) fp32 to (T, H*V) in the gate's dtype."""
-    o = o.transpose(0, 1).to(gate.dtype)  # (T, H, V)
-    return gated_rms_norm_ref(o, gate.view(o.shape), o_norm, eps).flatten(1)
+def _finish(o: torch.Tensor, rows: KdaRows, weights: KdaWeights) -> torch.Tensor:
+    """Norm and gate what the recurrence reads: (H, T, V) fp32 to (T, H*V) in the rows' dtype."""
+    o = o.transpose(0, 1).to(rows.gate.dtype)  # (T, H, V)
+    return gated_rms_norm_ref(o, rows.gate.view(o.shape), weights.o_norm, weights.eps).flatten(1)
 
 
-def kda_recurrent_ref(
-    qkv: torch.Tensor,
-    f: torch.Tensor,
-    gate: torch.Tensor,
-    b: torch.Tensor,
-    conv_w: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    o_norm: torch.Tensor,
-    eps: float,
-    state: torch.Tensor,
-    conv: torch.Tensor,
-    *,
-    num_heads: int,
-    lower_bound: float | None,
-) -> torch.Tensor:
+def kda_recurrent_ref(rows: KdaRows, weights: KdaWeights, cache: KdaCache) -> torch.Tensor:
     """Run the recurrence token by token, any T: the definition that every other form must equal."""
-    rows = _prepare(qkv, f, b, conv_w, A_log, dt_bias, conv, num_heads, lower_bound)
-    o = torch.empty_like(rows.v)  # (H, T, V)
-    for t in range(qkv.shape[0]):
-        k, q = rows.k[:, t, :, None], rows.q[:, t, :, None]  # (H, K, 1)
-        state *= rows.g[:, t, None].exp()
-        u = rows.beta[:, t, None] * (rows.v[:, t, :, None] - state @ k)  # (H, V, 1)
-        state += u * k.mT
-        o[:, t] = (state @ q).squeeze(-1)
-    conv.copy_(rows.window[-3:])
-    return _finish(o, gate, o_norm, eps)
+    (q, k, v, g, beta), window = _prepare(rows, weights, cache.conv)
+    o = torch.empty_like(v)  # (H, T, V)
+    for t in range(o.shape[1]):
+        cache.state.mul_(g[:, t, None].exp())
+        u = beta[:, t, None] * (v[:, t, :, None] - cache.state @ k[:, t, :, None])  # (H, V, 1)
+        cache.state.add_(u * k[:, t, None])
+        o[:, t] = (cache.state @ q[:, t, :, None]).squeeze(-1)
+    cache.conv.copy_(window[-3:])
+    return _finish(o, rows, weights)
 
 
 # One token is the recurrence at T = 1.
@@ -189,148 +167,74 @@ def _scan_chunks(
     return o.flatten(1, 2)[:, :T]
 
 
-def kda_chunk_ref(
-    qkv: torch.Tensor,
-    f: torch.Tensor,
-    gate: torch.Tensor,
-    b: torch.Tensor,
-    conv_w: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    o_norm: torch.Tensor,
-    eps: float,
-    state: torch.Tensor,
-    conv: torch.Tensor,
-    *,
-    num_heads: int,
-    lower_bound: float | None,
-) -> torch.Tensor:
+def kda_chunk_ref(rows: KdaRows, weights: KdaWeights, cache: KdaCache) -> torch.Tensor:
     """Run the recurrence in WY form, 64 rows per triangular system; only the state passes from chunk to chunk."""
-    rows = _prepare(qkv, f, b, conv_w, A_log, dt_bias, conv, num_heads, lower_bound)
-    parts = zip(*(x.split(MAX_ROWS, dim=1) for x in rows[:5]), strict=True)
-    o = torch.cat([_scan_chunks(state, *part) for part in parts], dim=1)  # (H, T, V)
-    conv.copy_(rows.window[-3:])
-    return _finish(o, gate, o_norm, eps)
+    operands, window = _prepare(rows, weights, cache.conv)
+    parts = zip(*(x.split(MAX_ROWS, dim=1) for x in operands), strict=True)
+    o = torch.cat([_scan_chunks(cache.state, *part) for part in parts], dim=1)  # (H, T, V)
+    cache.conv.copy_(window[-3:])
+    return _finish(o, rows, weights)
 
 
-def kda_verify_ref(
-    qkv: torch.Tensor,
-    f: torch.Tensor,
-    gate: torch.Tensor,
-    b: torch.Tensor,
-    conv_w: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    o_norm: torch.Tensor,
-    eps: float,
-    state: torch.Tensor,
-    conv: torch.Tensor,
-    verify_k: torch.Tensor,
-    verify_u: torch.Tensor,
-    verify_g: torch.Tensor,
-    verify_conv: torch.Tensor,
-    *,
-    num_heads: int,
-    lower_bound: float | None,
-) -> torch.Tensor:
+def kda_verify_ref(rows: KdaRows, weights: KdaWeights, cache: KdaCache, kept: KdaKept) -> torch.Tensor:
     """Run the recurrence as one small chunk from a frozen state and keep k, u, g and the raw rows for the commit."""
-    T = qkv.shape[0]
-    q, k, v, g, beta, _ = _prepare(qkv, f, b, conv_w, A_log, dt_bias, conv, num_heads, lower_bound)
+    T, S = rows.qkv.shape[0], cache.state.mT  # (H, K, V)
+    (q, k, v, g, beta), _ = _prepare(rows, weights, cache.conv)
     inverse, scores = _solve(q, k, g, beta)  # (H, T, T)
     from_start = g.cumsum(1).exp()  # (H, T, K)
-    u = inverse @ (v - (k * from_start) @ state.mT)  # (H, T, V)
-    o = (q * from_start) @ state.mT + scores @ u
-    for kept, x in ((verify_k, k), (verify_u, u), (verify_g, g)):
-        kept[:T] = x.transpose(0, 1)
-    verify_conv[:T] = qkv
-    return _finish(o, gate, o_norm, eps)
+    u = inverse @ (v - (k * from_start) @ S)  # (H, T, V)
+    o = (q * from_start) @ S + scores @ u
+    for row, x in zip(kept, (k, u, g), strict=False):
+        row[:T] = x.transpose(0, 1)
+    kept.conv[:T] = rows.qkv
+    return _finish(o, rows, weights)
 
 
-def kda_commit_ref(
-    state: torch.Tensor,
-    conv: torch.Tensor,
-    verify_k: torch.Tensor,
-    verify_u: torch.Tensor,
-    verify_g: torch.Tensor,
-    verify_conv: torch.Tensor,
-    num_rows: torch.Tensor,
-) -> None:
+def kda_commit_ref(cache: KdaCache, kept: KdaKept, num_rows: torch.Tensor) -> None:
     """Apply the first `num_rows` kept rows to the states; equation in `kda_commit`."""
-    row = torch.arange(verify_k.shape[1], device=state.device)
+    state, conv = cache
+    row = torch.arange(kept.k.shape[1], device=state.device)
     is_kept = (row < num_rows)[:, None, None]  # (T, 1, 1)
     # Rows past num_rows hold rejected drafts or were never written: select, never multiply by zero.
-    k, u, g = (x.where(is_kept, 0).transpose(1, 2) for x in (verify_k, verify_u, verify_g))  # (L, H, T, .)
-    state *= g.sum(2).exp()[:, :, None]
-    state += u.mT @ (k * _decay_to_end(g))
-    window = torch.cat([conv, verify_conv], dim=1)  # (L, 3+T, C)
+    k, u, g = (x.where(is_kept, 0).transpose(1, 2) for x in kept[:3])  # (L, H, T, .)
+    state.mul_(g.sum(2).exp()[:, :, None]).add_(u.mT @ (k * _decay_to_end(g)))
+    window = torch.cat([conv, kept.conv], dim=1)  # (L, 3+T, C)
     conv.copy_(window.index_select(1, num_rows + torch.arange(3, device=state.device)))
 
 
-def _expect_layer(
-    qkv: torch.Tensor,
-    f: torch.Tensor,
-    gate: torch.Tensor,
-    b: torch.Tensor,
-    conv_w: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    o_norm: torch.Tensor,
-    state: torch.Tensor,
-    conv: torch.Tensor,
-    num_heads: int,
-) -> dict[str, int]:
+def _expect_layer(rows: KdaRows, weights: KdaWeights, cache: KdaCache) -> dict[str, int]:
     """Check the arguments that step, chunk and verify share, and give the sizes by letter; "C" counts the channels."""
-    dims = {"H": num_heads, "C": qkv.shape[-1]}
-    dtype = qkv.dtype
-    expect(qkv, "T C", FLOATS, dims, name="qkv")
-    expect(state, "H V K", torch.float32, dims, name="state")
-    key_channels, value_channels = num_heads * dims["K"], num_heads * dims["V"]
+    dtype, H = rows.qkv.dtype, weights.num_heads
+    dims = {"H": H, "C": rows.qkv.shape[-1]}
+    expect(rows.qkv, "T C", FLOATS, dims, name="qkv")
+    expect(cache.state, "H V K", torch.float32, dims, name="state")
+    key_channels, value_channels = H * dims["K"], H * dims["V"]
     assert dims["C"] == 2 * key_channels + value_channels, f"qkv has {dims['C']} channels, state says H, V, K = {dims}"
-    expect(f, f"T {key_channels}", dtype, dims, name="f")
-    expect(gate, f"T {value_channels}", dtype, dims, name="gate")
-    expect(b, "T H", dtype, dims, name="b")
-    expect(conv_w, "C 4", (dtype, torch.float32), dims, name="conv_w")
-    expect(A_log, "H", torch.float32, dims, name="A_log")
-    expect(dt_bias, f"{key_channels}", torch.float32, dims, name="dt_bias")
-    expect(o_norm, "V", (dtype, torch.float32), dims, name="o_norm")
-    expect(conv, "3 C", dtype, dims, name="conv")
+    expect(rows.f, f"T {key_channels}", dtype, dims, name="f")
+    expect(rows.gate, f"T {value_channels}", dtype, dims, name="gate")
+    expect(rows.b, "T H", dtype, dims, name="b")
+    expect(weights.conv_w, "C 4", (dtype, torch.float32), dims, name="conv_w")
+    expect(weights.A_log, "H", torch.float32, dims, name="A_log")
+    expect(weights.dt_bias, f"{key_channels}", torch.float32, dims, name="dt_bias")
+    expect(weights.o_norm, "V", (dtype, torch.float32), dims, name="o_norm")
+    expect(cache.conv, "3 C", dtype, dims, name="conv")
     return dims
 
 
 def kda_step(
-    qkv: torch.Tensor,
-    f: torch.Tensor,
-    gate: torch.Tensor,
-    b: torch.Tensor,
-    conv_w: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    o_norm: torch.Tensor,
-    eps: float,
-    state: torch.Tensor,
-    conv: torch.Tensor,
+    rows: KdaRows,
+    weights: KdaWeights,
+    cache: KdaCache,
     *,
-    num_heads: int,
-    lower_bound: float | None,
     width: torch.Tensor | None = None,
     upcoming: Sequence[object] = (),
 ) -> torch.Tensor:
     """Decode one token. The module's docstring has the equations.
 
     Args:
-        qkv: (1, C) raw projections [q k v], C = H*(K+K+V), head by head within each. Rows may be strided.
-        f: (1, H*K) decay projection, qkv's dtype.
-        gate: (1, H*V) output gate projection, qkv's dtype.
-        b: (1, H) write strength projection, qkv's dtype.
-        conv_w: (C, 4) taps, oldest input first; qkv's dtype or fp32.
-        A_log: (H) fp32.
-        dt_bias: (H*K) fp32.
-        o_norm: (V) weight of the output norm; qkv's dtype or fp32.
-        eps: of the output norm.
-        state: (H, V, K) fp32, K contiguous, written in place.
-        conv: (3, C) qkv's dtype, the last three raw rows, oldest first, written in place.
-        num_heads: H.
-        lower_bound: of the log decay, below 0; None selects the softplus law.
+        rows: of the token.
+        weights: of the layer.
+        cache: of the layer, written in place.
         width: () int32 on the device; at 0, behind the end of an answer, `state` and `conv` stay as they are. None: 1.
         upcoming: weights that the next launches read, in order; a GPU reads them ahead (`read_ahead.py`).
 
@@ -339,34 +243,18 @@ def kda_step(
 
     Source: Kimi Linear, arXiv 2510.26692, section 3; the bounded gate: `naive_kda_lowerbound_gate` of fla-core (MIT).
     """
-    dims = _expect_layer(qkv, f, gate, b, conv_w, A_log, dt_bias, o_norm, state, conv, num_heads)
+    dims = _expect_layer(rows, weights, cache)
     assert dims["T"] == 1, f"a step is one row, got {dims['T']}"
-    layer = (qkv, f, gate, b, conv_w, A_log, dt_bias, o_norm, eps, state, conv)
     if width is not None:
         expect(width, "", torch.int32, dims, name="width")
-    if not use_reference(qkv):
-        return kda_triton.step(*layer, lower_bound=lower_bound, width=width, upcoming=upcoming)
+    if not use_reference(rows.qkv):
+        return kda_triton.step(rows, weights, cache, width=width, upcoming=upcoming)
     if width is not None and int(width) == 0:
-        layer = (*layer[:-2], state.clone(), conv.clone())
-    return kda_step_ref(*layer, num_heads=num_heads, lower_bound=lower_bound)
+        cache = KdaCache(cache.state.clone(), cache.conv.clone())
+    return kda_step_ref(rows, weights, cache)
 
 
-def kda_chunk(
-    qkv: torch.Tensor,
-    f: torch.Tensor,
-    gate: torch.Tensor,
-    b: torch.Tensor,
-    conv_w: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    o_norm: torch.Tensor,
-    eps: float,
-    state: torch.Tensor,
-    conv: torch.Tensor,
-    *,
-    num_heads: int,
-    lower_bound: float | None,
-) -> torch.Tensor:
+def kda_chunk(rows: KdaRows, weights: KdaWeights, cache: KdaCache) -> torch.Tensor:
     """Prefill any number of tokens; arguments and equations as in `kda_step`, with T rows.
 
     Chunked, for i, j in a chunk that starts from state S_0 (K, V), G the cumulated g, D_ij = exp(G_i - G_j):
@@ -377,99 +265,63 @@ def kda_chunk(
         S    = diag(exp(G_last)) S_0 + (exp(G_last - G) K)^T N
 
     Returns:
-        (T, H*V) in qkv's dtype; `state` and `conv` are written in place.
+        (T, H*V) in qkv's dtype; `cache` is written in place.
 
     Source: Kimi Linear, arXiv 2510.26692, section 3 (the chunkwise form).
     """
-    _expect_layer(qkv, f, gate, b, conv_w, A_log, dt_bias, o_norm, state, conv, num_heads)
-    layer = (qkv, f, gate, b, conv_w, A_log, dt_bias, o_norm, eps, state, conv)
-    if use_reference(qkv):
-        return kda_chunk_ref(*layer, num_heads=num_heads, lower_bound=lower_bound)
-    return kda_prompt_triton.run_prompt(*layer, lower_bound=lower_bound)
+    _expect_layer(rows, weights, cache)
+    if use_reference(rows.qkv):
+        return kda_chunk_ref(rows, weights, cache)
+    conv_w, A_log, dt_bias, o_norm, eps, lower_bound = weights
+    return kda_prompt_triton.run_prompt(*rows, conv_w, A_log, dt_bias, o_norm, eps, *cache, lower_bound=lower_bound)
 
 
-def kda_verify(
-    qkv: torch.Tensor,
-    f: torch.Tensor,
-    gate: torch.Tensor,
-    b: torch.Tensor,
-    conv_w: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    o_norm: torch.Tensor,
-    eps: float,
-    state: torch.Tensor,
-    conv: torch.Tensor,
-    verify_k: torch.Tensor,
-    verify_u: torch.Tensor,
-    verify_g: torch.Tensor,
-    verify_conv: torch.Tensor,
-    *,
-    num_heads: int,
-    lower_bound: float | None,
-) -> torch.Tensor:
-    """Run T <= 16 tokens of which some may be rejected: `state` and `conv` are read only.
+def kda_verify(rows: KdaRows, weights: KdaWeights, cache: KdaCache, kept: KdaKept) -> torch.Tensor:
+    """Run T <= 16 tokens of which some may be rejected: `cache` is read only.
 
-    Arguments and equations as in `kda_step` and `kda_chunk`, and:
+    Equations as in `kda_step` and `kda_chunk`.
 
     Args:
-        verify_k: (T_max, H, K) fp32; rows 0..T-1 get the normalised keys, in place.
-        verify_u: (T_max, H, V) fp32; likewise the new values u.
-        verify_g: (T_max, H, K) fp32; likewise the log decays g, not cumulated.
-        verify_conv: (T_max, C) qkv's dtype; likewise the raw rows.
+        rows: of the tokens.
+        weights: of the layer.
+        cache: of the layer.
+        kept: rows 0..T-1 are written in place.
 
     Returns:
         (T, H*V) in qkv's dtype.
 
     Source: Kimi Linear, arXiv 2510.26692, section 3 (the chunkwise form with one chunk).
     """
-    dims = _expect_layer(qkv, f, gate, b, conv_w, A_log, dt_bias, o_norm, state, conv, num_heads)
-    expect(verify_k, "T_max H K", torch.float32, dims, name="verify_k")
-    expect(verify_u, "T_max H V", torch.float32, dims, name="verify_u")
-    expect(verify_g, "T_max H K", torch.float32, dims, name="verify_g")
-    expect(verify_conv, "T_max C", qkv.dtype, dims, name="verify_conv")
+    dims = _expect_layer(rows, weights, cache)
+    expect(kept.k, "T_max H K", torch.float32, dims, name="kept k")
+    expect(kept.u, "T_max H V", torch.float32, dims, name="kept u")
+    expect(kept.g, "T_max H K", torch.float32, dims, name="kept g")
+    expect(kept.conv, "T_max C", rows.qkv.dtype, dims, name="kept conv")
     assert dims["T"] <= min(SUB_CHUNK, dims["T_max"]), f"{dims['T']} rows to verify, room for {dims['T_max']}"
-    layer = (qkv, f, gate, b, conv_w, A_log, dt_bias, o_norm, eps, state, conv)
-    kept = (verify_k, verify_u, verify_g, verify_conv)
-    if use_reference(qkv):
-        return kda_verify_ref(*layer, *kept, num_heads=num_heads, lower_bound=lower_bound)
-    return kda_verify_cuda.verify(*layer, *kept, lower_bound=lower_bound)
+    if use_reference(rows.qkv):
+        return kda_verify_ref(rows, weights, cache, kept)
+    return kda_verify_cuda.verify(rows, weights, cache, kept)
 
 
-def kda_commit(
-    state: torch.Tensor,
-    conv: torch.Tensor,
-    verify_k: torch.Tensor,
-    verify_u: torch.Tensor,
-    verify_g: torch.Tensor,
-    verify_conv: torch.Tensor,
-    num_rows: torch.Tensor,
-) -> None:
+def kda_commit(cache: KdaCache, kept: KdaKept, num_rows: torch.Tensor) -> None:
     """Advance the states of all layers by the first `num_rows` rows that a verify step kept.
 
         S = S diag(exp(G)) + sum_i u_i (exp(G - G_i) k_i)^T,    G_i = g_1 + ... + g_i,  G = G_{num_rows}
 
     Args:
-        state: (L, H, V, K) fp32, written in place.
-        conv: (L, 3, C), written in place: the last three raw rows up to the last kept one.
-        verify_k: (L, T, H, K) fp32; here and below rows at or past `num_rows` may hold anything.
-        verify_u: (L, T, H, V) fp32.
-        verify_g: (L, T, H, K) fp32.
-        verify_conv: (L, T, C) conv's dtype.
+        cache: of all layers, written in place.
+        kept: of all layers; rows at or past `num_rows` may hold anything.
         num_rows: () int32, 0..T, on the device; never read by the host.
 
     Source: Kimi Linear, arXiv 2510.26692, section 3 (the state update of the chunkwise form).
     """
     dims: dict[str, int] = {}
-    expect(state, "L H V K", torch.float32, dims, name="state")
-    expect(conv, "L 3 C", FLOATS, dims, name="conv")
-    expect(verify_k, "L T H K", torch.float32, dims, name="verify_k")
-    expect(verify_u, "L T H V", torch.float32, dims, name="verify_u")
-    expect(verify_g, "L T H K", torch.float32, dims, name="verify_g")
-    expect(verify_conv, "L T C", conv.dtype, dims, name="verify_conv")
+    expect(cache.state, "L H V K", torch.float32, dims, name="state")
+    expect(cache.conv, "L 3 C", FLOATS, dims, name="conv")
+    expect(kept.k, "L T H K", torch.float32, dims, name="kept k")
+    expect(kept.u, "L T H V", torch.float32, dims, name="kept u")
+    expect(kept.g, "L T H K", torch.float32, dims, name="kept g")
+    expect(kept.conv, "L T C", cache.conv.dtype, dims, name="kept conv")
     expect(num_rows, "", torch.int32, dims, name="num_rows")
-    kept = (verify_k, verify_u, verify_g, verify_conv)
-    if use_reference(state):
-        kda_commit_ref(state, conv, *kept, num_rows)
-    else:
-        kda_commit_cuda.commit(state, conv, *kept, num_rows)
+    commit = kda_commit_ref if use_reference(cache.state) else kda_commit_cuda.commit
+    commit(cache, kept, num_rows)

@@ -9,6 +9,7 @@ Source: Kimi Linear (arXiv 2510.26692), the state update of the chunkwise form.
 import torch
 
 from soloist.errors import UnsupportedError
+from soloist.kernels.kda_inputs import KdaCache, KdaKept
 from soloist.kernels.launch import pdl_options
 from soloist.kernels.nvrtc import PRELUDE, launch, load_kernel
 
@@ -120,21 +121,13 @@ kda_commit(float* state, element* conv, const float* verify_k, const float* veri
 )
 
 
-def commit(
-    state: torch.Tensor,
-    conv: torch.Tensor,
-    verify_k: torch.Tensor,
-    verify_u: torch.Tensor,
-    verify_g: torch.Tensor,
-    verify_conv: torch.Tensor,
-    num_rows: torch.Tensor,
-) -> None:
+def commit(cache: KdaCache, kept: KdaKept, num_rows: torch.Tensor) -> None:
     """Launch `kda_commit` in `kernels/kda.py`; arguments as there."""
-    L, H, V, K = state.shape
-    T = verify_k.shape[1]
-    if conv.dtype not in (torch.bfloat16, torch.float32) or K % 4 or V % _PER_THREAD or T > MAX_ROWS:
+    L, H, V, K = cache.state.shape
+    T, dtype = kept.k.shape[1], cache.conv.dtype
+    if dtype not in (torch.bfloat16, torch.float32) or K % 4 or V % _PER_THREAD or T > MAX_ROWS:
         raise UnsupportedError(
-            f"{conv.dtype} heads of {K} keys and {V} values, {T} rows kept, have no kernel that commits; it takes "
+            f"{dtype} heads of {K} keys and {V} values, {T} rows kept, have no kernel that commits; it takes "
             f"bfloat16 and float32, keys in multiples of 4, values in multiples of {_PER_THREAD} and {MAX_ROWS} rows"
         )
     channels = max(n for n in range(_PER_THREAD, _MAX_CHANNELS + 1, _PER_THREAD) if V % n == 0)
@@ -146,12 +139,12 @@ def commit(
         "CHANNELS": channels,
         "PER_THREAD": _PER_THREAD,
     }
-    if conv.dtype == torch.float32:
+    if dtype == torch.float32:
         definitions["IS_FP32"] = 1
     if pdl_options()["PDL"]:
         definitions["HAS_PDL"] = 1
     launch(
-        load_kernel(_SOURCE, "kda_commit", tuple((k, str(v)) for k, v in definitions.items()), state.device),
+        load_kernel(_SOURCE, "kda_commit", tuple((k, str(v)) for k, v in definitions.items()), num_rows.device),
         (L * H * (V // channels), 1, 1), channels // _PER_THREAD * (K // 4),
-        state, conv, verify_k, verify_u, verify_g, verify_conv, num_rows, T,
+        *cache, *kept, num_rows, T,
     )  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from soloist.kernels.kda_inputs import KdaCache, KdaRows, KdaWeights
 from soloist.kernels.launch import (
     IS_INTERPRETED,
     let_consumers_start,
@@ -231,47 +232,31 @@ def commit_kernel(
 
 
 def step(
-    qkv: torch.Tensor,
-    f: torch.Tensor,
-    gate: torch.Tensor,
-    b: torch.Tensor,
-    conv_w: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    o_norm: torch.Tensor,
-    eps: float,
-    state: torch.Tensor,
-    conv: torch.Tensor,
+    rows: KdaRows,
+    weights: KdaWeights,
+    cache: KdaCache,
     *,
-    lower_bound: float | None,
     width: torch.Tensor | None = None,
     upcoming: Sequence[object] = (),
 ) -> torch.Tensor:
     """Launch `kda_step`; arguments as there."""
-    H, V, K = state.shape
-    out = torch.empty((1, H * V), dtype=qkv.dtype, device=qkv.device)
+    H, V, K = cache.state.shape
+    out = torch.empty((1, H * V), dtype=rows.qkv.dtype, device=rows.qkv.device)
     ahead = shares(upcoming, READ_AHEAD_BYTES, _READERS)
     step_kernel[(H + _READERS if ahead else H,)](
-        qkv,
-        f,
-        gate,
-        b,
-        conv_w,
-        A_log,
-        dt_bias,
-        o_norm,
-        state,
-        conv,
+        *rows,
+        *weights[:4],
+        *cache,
         out,
         out if width is None else width,
-        eps,
+        weights.eps,
         K**-0.5,
         ahead,
-        C=conv.shape[1],
+        C=cache.conv.shape[1],
         K=K,
         V=V,
         H=H,
-        LOWER_BOUND=lower_bound,
+        LOWER_BOUND=weights.lower_bound,
         HAS_WIDTH=width is not None,
         INTERPRETED=IS_INTERPRETED,
         num_warps=8,

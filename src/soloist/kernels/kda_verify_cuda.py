@@ -12,6 +12,7 @@ Source: Kimi Linear (arXiv 2510.26692), equations of the WY form, from a frozen 
 import torch
 
 from soloist.errors import UnsupportedError
+from soloist.kernels.kda_inputs import KdaCache, KdaKept, KdaRows, KdaWeights
 from soloist.kernels.launch import pdl_options
 from soloist.kernels.nvrtc import PRELUDE, launch, load_kernel
 
@@ -350,27 +351,10 @@ kda_verify(const element* qkv, const element* f, const element* gate, const elem
 )
 
 
-def verify(
-    qkv: torch.Tensor,
-    f: torch.Tensor,
-    gate: torch.Tensor,
-    b: torch.Tensor,
-    conv_w: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    o_norm: torch.Tensor,
-    eps: float,
-    state: torch.Tensor,
-    conv: torch.Tensor,
-    verify_k: torch.Tensor,
-    verify_u: torch.Tensor,
-    verify_g: torch.Tensor,
-    verify_conv: torch.Tensor,
-    *,
-    lower_bound: float | None,
-) -> torch.Tensor:
+def verify(rows: KdaRows, weights: KdaWeights, cache: KdaCache, kept: KdaKept) -> torch.Tensor:
     """Launch `kda_verify` in `kernels/kda.py`; arguments as there."""
-    H, V, K = state.shape
+    qkv, f, gate, b = rows
+    H, V, K = cache.state.shape
     T = qkv.shape[0]
     if qkv.dtype not in (torch.bfloat16, torch.float32) or K % 16 or V % 8 or not 8 <= V <= 256 or K > 128:
         raise UnsupportedError(
@@ -378,7 +362,7 @@ def verify(
             "float32, keys in multiples of 16 up to 128 and values in multiples of 8 up to 256"
         )
     # Loops over rows are unrolled: the fewer the better.
-    rows = min(rows for rows in (4, 8, 12, MAX_ROWS) if rows >= T)
+    num_rows = min(n for n in (4, 8, 12, MAX_ROWS) if n >= T)
     channels = max(n for n in range(8, _MAX_CHANNELS + 1, 8) if V % n == 0 and V // n <= _MAX_PROGRAMS)
     programs = V // channels
     is_fp32 = qkv.dtype == torch.float32
@@ -386,23 +370,23 @@ def verify(
         ("K", K),
         ("V", V),
         ("NUM_HEADS", H),
-        ("ROWS", rows),
+        ("ROWS", num_rows),
         ("CLUSTER", programs),
     ]
-    if lower_bound is not None:
-        definitions.append(("LOWER_BOUND", f"{float(lower_bound)!r}f"))
+    if weights.lower_bound is not None:
+        definitions.append(("LOWER_BOUND", f"{float(weights.lower_bound)!r}f"))
     if is_fp32:
         definitions.append(("IS_FP32", 1))
     if pdl_options()["PDL"]:
         definitions.append(("HAS_PDL", 1))
     out = torch.empty((T, H * V), dtype=qkv.dtype, device=qkv.device)
     # PARTS, 2 * HALF and STRIDE of the source.
-    meets_bytes = 2 * (3 if is_fp32 else 2) * (16 if rows <= 8 else 32) * ((2 * K + 95) // 128 * 64 + 16)
+    meets_bytes = 2 * (3 if is_fp32 else 2) * (16 if num_rows <= 8 else 32) * ((2 * K + 95) // 128 * 64 + 16)
     launch(
         load_kernel(_SOURCE, "kda_verify", tuple((key, str(value)) for key, value in definitions), qkv.device),
         (H * programs, 1, 1), 32 * max(4, -(-(2 * K + channels) // 32)),
-        qkv, f, gate, b, conv_w, A_log, dt_bias, o_norm, state, conv, verify_k, verify_u, verify_g, verify_conv, out, T,
-        qkv.stride(0), f.stride(0), gate.stride(0), b.stride(0), eps, K**-0.5,
+        *rows, *weights[:4], *cache, *kept, out, T,
+        qkv.stride(0), f.stride(0), gate.stride(0), b.stride(0), weights.eps, K**-0.5,
         shared_bytes=meets_bytes,
     )  # fmt: skip
     return out

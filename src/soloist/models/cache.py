@@ -13,6 +13,7 @@ import torch
 
 from soloist.errors import UnsupportedError
 from soloist.kernels.kda import kda_commit
+from soloist.kernels.kda_inputs import KdaCache, KdaKept
 
 
 class StepKind(Enum):
@@ -61,6 +62,11 @@ class RecurrentState:
     verify_g: torch.Tensor
     # (L, T_max, C) the model's dtype: raw convolution inputs.
     verify_conv: torch.Tensor
+
+    @property
+    def kept(self) -> KdaKept:
+        """What a verify step leaves, of all layers."""
+        return KdaKept(self.verify_k, self.verify_u, self.verify_g, self.verify_conv)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +142,8 @@ class Cache:
         if kind is StepKind.VERIFY and self.recurrent is not None:
             if isinstance(num_rows, int):
                 num_rows = torch.tensor(num_rows, dtype=torch.int32, device=self.context_len.device)
-            r = self.recurrent
-            kda_commit(r.state, r.conv, r.verify_k, r.verify_u, r.verify_g, r.verify_conv, num_rows)
+            cache = KdaCache(self.recurrent.state, self.recurrent.conv)
+            kda_commit(cache, self.recurrent.kept, num_rows)
         self.context_len += num_rows
 
     def rollback(self, context_len: int) -> None:

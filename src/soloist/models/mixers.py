@@ -11,6 +11,7 @@ import torch
 
 from soloist.kernels.allreduce import TensorParallel, linear_all_reduce
 from soloist.kernels.kda import kda_chunk, kda_step, kda_verify
+from soloist.kernels.kda_inputs import KdaCache, KdaKept, KdaRows, KdaWeights
 from soloist.kernels.linear import linear, norm_linear
 from soloist.kernels.mla import mla_attention
 from soloist.kernels.rotary import RotaryTable
@@ -113,19 +114,15 @@ class KimiDeltaAttention:
         qkv, f, gate, b = projected.split(self.in_sizes, dim=-1)
         if self.f_b_proj is not None and self.g_b_proj is not None:
             f, gate = linear(f, self.f_b_proj), linear(gate, self.g_b_proj)  # (T, H*K), (T, H*V)
-        inputs = (qkv, f, gate, b, self.conv, self.A_log, self.dt_bias, self.o_norm, s.eps)
-        state, conv = recurrent.state[index], recurrent.conv[index]  # (H, V, K), (3, C)
-        heads, bound = self.num_heads, s.lower_bound
+        rows = KdaRows(qkv, f, gate, b)
+        weights = KdaWeights(self.conv, self.A_log, self.dt_bias, self.o_norm, s.eps, s.lower_bound)
+        cache = KdaCache(recurrent.state[index], recurrent.conv[index])
         if kind is StepKind.VERIFY:
-            r = recurrent
-            kept = (t[index] for t in (r.verify_k, r.verify_u, r.verify_g, r.verify_conv))
-            out = kda_verify(*inputs, state, conv, *kept, num_heads=heads, lower_bound=bound)
+            out = kda_verify(rows, weights, cache, KdaKept(*(x[index] for x in recurrent.kept)))
         elif kind is StepKind.DECODE:
-            out = kda_step(
-                *inputs, state, conv, num_heads=heads, lower_bound=bound, width=width, upcoming=self.upcoming
-            )
+            out = kda_step(rows, weights, cache, width=width, upcoming=self.upcoming)
         else:
-            out = kda_chunk(*inputs, state, conv, num_heads=heads, lower_bound=bound)
+            out = kda_chunk(rows, weights, cache)
         return linear_all_reduce(out, self.o_proj, x, self.group)
 
 
