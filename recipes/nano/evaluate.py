@@ -171,7 +171,23 @@ def main() -> None:
     result: dict = {"held_out_bytes": num_bytes, "held_out_tokens": len(held_out), "device": str(device)}
     if device.type == "cuda":
         result["device"] = torch.cuda.get_device_name(device)
+
+    def write() -> None:
+        result["evaluation_s"] = round(time.perf_counter() - start, 1)
+        args.out.write_text(json.dumps(result | {"by_prompt": completions}, indent=1) + "\n")
+
     start = time.perf_counter()
+    completions = complete(LLM(args.model, device=device), prompts)
+    shares = [c["distinct_4_grams"] for c in completions]
+    result |= {
+        "completions": len(completions),
+        "parsing_share": sum(c["parses"] for c in completions) / len(completions),
+        "distinct_4_gram_ratio_mean": round(float(np.mean(shares)), 4),
+        "distinct_4_gram_ratio_median": round(float(np.median(shares)), 4),
+        "share_with_ratio_0_6": float(np.mean(np.array(shares) >= 0.6)),
+    }
+    # What follows may fail, or take too long.
+    write()
     if not args.skip_likelihood:
         nats = model_nats(args.model, held_out, config["eos_token_id"], device)
         result["bits_per_byte"] = round(nats / math.log(2) / num_bytes, 4)
@@ -181,17 +197,7 @@ def main() -> None:
         result["bits_per_byte_gzip_whole"] = round(8 * len(gzip.compress(b"".join(raw), 9)) / num_bytes, 4)
         nats = ngram_nats(np.load(args.data / "train.npy"), held_out, config["vocab_size"])
         result[f"bits_per_byte_{NGRAM_ORDER}_gram"] = round(nats / math.log(2) / num_bytes, 4)
-    completions = complete(LLM(args.model, device=device), prompts)
-    shares = [c["distinct_4_grams"] for c in completions]
-    result |= {
-        "completions": len(completions),
-        "parsing_share": sum(c["parses"] for c in completions) / len(completions),
-        "distinct_4_gram_ratio_mean": round(float(np.mean(shares)), 4),
-        "distinct_4_gram_ratio_median": round(float(np.median(shares)), 4),
-        "share_with_ratio_0_6": float(np.mean(np.array(shares) >= 0.6)),
-        "evaluation_s": round(time.perf_counter() - start, 1),
-    }
-    args.out.write_text(json.dumps(result | {"by_prompt": completions}, indent=1) + "\n")
+    write()
     print(json.dumps(result))
 
 

@@ -29,7 +29,8 @@ say "target: exit code $?"
 for name in target half plain; do
     for place in $DEVICE cpu; do
         [ -d "$W/train/$name" ] && timeout $LIMIT "$PY" $HERE/evaluate.py --model "$W/train/$name" --data "$D" \
-            --out "$W/evaluation-$name.json" --skip-baselines --device $place && break
+            --out "$W/evaluation-$name.json" --skip-baselines --device $place
+        [ -f "$W/evaluation-$name.json" ] && break
     done &
 done; wait
 # Each goal counts up to where it is met; of equals the first.
