@@ -3,6 +3,7 @@
 import ctypes
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from soloist.kernels.attention import attention, attention_ref
 from soloist.kernels.linear import linear, linear_residual, norm_linear, norm_swiglu
 from soloist.kernels.packed import PackedKind, PackedWeight, pack_weight
 from soloist.kernels.rotary import make_rotary_table
-from tests.kernels.limits import Limit, assert_near
+from tests.kernels.limits import LIMITS, Limit, assert_near, relative_rms
 from tests.kernels.test_linear import dense_fp64, draw
 
 pytestmark = pytest.mark.skipif(step_cpu.load() is None, reason="no machine code for this processor")
@@ -25,8 +26,8 @@ NAMES = ("avx2", "avx512")
 O, I, T = 5 * 16, 3 * 32, 21
 H, G, S = 6, 2, 210
 EPS = 1e-5
-# Inputs have 15 bits, relative to the largest of 32.
-INPUT_ROUNDING = Limit(rms=6e-5, worst_row=1e-4)
+# Inputs have 15 bits, relative to the largest of 32, or 8.
+FINE, COARSE = Limit(rms=6e-5, worst_row=1e-4), Limit(rms=1e-2, worst_row=1.5e-2)
 
 
 @pytest.fixture(params=NAMES)
@@ -67,10 +68,25 @@ class TestLinear:
         packed, bias = pack_weight(draw(O, I), kind), draw(O).bfloat16()
         assert packed.tiles is not None
         x, residual = torch.randn(num_tokens, I).bfloat16(), torch.randn(num_tokens, O).bfloat16()
-        y = linear(x, packed, bias, out_dtype=torch.float32)
-        assert_near(y, dense_fp64(x, packed.dequantise(), bias), INPUT_ROUNDING)
-        y = linear_residual(x, packed, residual)
-        assert_near(y, residual.double() + dense_fp64(x, packed.dequantise()))
+        assert packed.tiles.has_fine_inputs == (kind == "int8")
+        for is_fine in (True,) if kind == "int8" else (True, False):
+            held = replace(packed, tiles=replace(packed.tiles, has_fine_inputs=is_fine))
+            y = linear(x, held, bias, out_dtype=torch.float32)
+            assert_near(y, dense_fp64(x, packed.dequantise(), bias), FINE if is_fine else COARSE)
+            assert is_fine or relative_rms(y, dense_fp64(x, packed.dequantise(), bias)) > 1e-3
+            y = linear_residual(x, held, residual)
+            limit = LIMITS[torch.bfloat16] if is_fine else COARSE
+            assert_near(y, residual.double() + dense_fp64(x, packed.dequantise()), limit)
+
+    @pytest.mark.parametrize("num_tokens", [1, T])
+    def test_coarse_inputs_are_rounded_to_8_bits_and_nothing_else(self, num_tokens: int):
+        packed, x = pack_weight(draw(O, I), "int4"), torch.randn(num_tokens, I).bfloat16()
+        groups = x.float().unflatten(-1, (-1, step_cpu.GROUP))
+        most = groups.abs().amax(-1, keepdim=True)
+        rounded = (groups * (127 / most)).round() * (most / 127)
+        y = linear(x, packed, out_dtype=torch.float32)
+        # Inputs between two codes may go to either.
+        assert_near(y, dense_fp64(rounded.flatten(-2), packed.dequantise()), Limit(rms=2e-3, worst_row=8e-3))
 
     @pytest.mark.parametrize("kind", ["int4", "int8"])
     def test_the_largest_codes_do_not_overflow(self, kind: PackedKind):
@@ -81,6 +97,9 @@ class TestLinear:
         packed = pack_weight(weight, kind)
         y = linear(x, packed, out_dtype=torch.float32)
         assert_near(y, dense_fp64(x, packed.dequantise()), Limit(rms=1e-5, worst_row=1e-5))
+        assert packed.tiles is not None
+        fine = replace(packed, tiles=replace(packed.tiles, has_fine_inputs=True))
+        assert_near(linear(x, fine, out_dtype=torch.float32), y.double(), Limit(rms=1e-5, worst_row=1e-5))
 
     @pytest.mark.parametrize("kind", ["int4", "int8"])
     def test_rows_and_threads_change_no_bit(self, kind: PackedKind, two_threads: None):
@@ -123,7 +142,7 @@ class TestLinear:
         weight[16:, 0] = 2.0
         packed = pack_weight(weight, "int8")
         gate, up = packed.dequantise()[:16, 0].double(), packed.dequantise()[16:, 0].double()
-        y = step_cpu.linear(x, packed.tiles, packed.shape, is_int4=False, has_gate=True, out_dtype=torch.float32)
+        y = step_cpu.linear(x, packed.tiles, has_gate=True, out_dtype=torch.float32)
         torch.testing.assert_close(y[0].double(), gate * torch.sigmoid(gate) * up, rtol=1e-5, atol=1e-30)
 
     def test_other_shapes_and_dtypes_are_refused(self):
@@ -132,6 +151,11 @@ class TestLinear:
             linear(torch.zeros(2, 64).bfloat16(), packed)
         with pytest.raises(AssertionError, match=r"torch\.float16"):
             linear(torch.zeros(2, I).half(), packed)
+        x = torch.zeros(2, I).bfloat16()
+        with pytest.raises(AssertionError, match="norm_weight: axis D is 95, expected 96"):
+            norm_linear(x, torch.ones(I - 1), EPS, packed)
+        with pytest.raises(AssertionError, match=r"residual is \(1, 80\), expected \(2, 80\)"):
+            linear_residual(x, packed, torch.zeros(1, O).bfloat16())
 
 
 @pytest.mark.usefixtures("library")

@@ -1,7 +1,5 @@
 """Linear maps, alone and with the norm before or the residual behind them, dense or packed (`packed.py`)."""
 
-from typing import Any, TypeGuard
-
 import torch
 import torch.nn.functional as F
 
@@ -47,7 +45,7 @@ def linear_packed_cpu(
 ) -> torch.Tensor:
     """Apply a packed weight by the kernel of its kind: (T, I) to (T, O). See `PackedWeight` for dtypes and rounding."""
     if weight.tiles is not None:
-        return _linear_tiles(x, weight, bias=bias, out_dtype=out_dtype)
+        return step_cpu.linear(x, weight.tiles, bias=bias, out_dtype=out_dtype or x.dtype)
     codes, scales = weight.codes, weight.scales
     if not isinstance(codes, torch.Tensor):
         y = torch.ops.quantized.linear_dynamic_fp16(x.float(), codes)
@@ -62,20 +60,9 @@ def linear_packed_cpu(
     return (y if bias is None else y.add_(bias)).to(out_dtype or x.dtype)
 
 
-def _linear_tiles(
-    x: torch.Tensor, weight: PackedWeight, *, out_dtype: torch.dtype | None = None, **around: Any
-) -> torch.Tensor:
-    """Apply a weight of tiles with what is `around` it, by `step_cpu.linear`."""
-    assert weight.tiles is not None
-    is_int4 = weight.kind == "int4"
-    return step_cpu.linear(
-        x, weight.tiles, weight.shape, is_int4=is_int4, out_dtype=out_dtype or torch.bfloat16, **around
-    )
-
-
-def _runs_tiles(weight: Weight) -> TypeGuard[PackedWeight]:
-    """Say whether a weight is one of tiles, whose kernel takes norm, gate and residual along."""
-    return isinstance(weight, PackedWeight) and weight.tiles is not None and not use_reference_everywhere()
+def _tiles(weight: Weight) -> step_cpu.Tiles | None:
+    """Give a weight's tiles, if it has them and their kernel shall run: it takes norm, gate and residual along."""
+    return weight.tiles if isinstance(weight, PackedWeight) and not use_reference_everywhere() else None
 
 
 def linear(
@@ -151,12 +138,12 @@ def norm_linear(
         out_dtype: dtype of the result; None: that of `x`.
 
     Returns:
-        (T, O): fp32 sums. The normalised row is rounded to the dtype of `x`; on a GPU x * norm_weight is, and the
-        norm's scale is applied to the sum.
+        (T, O): fp32 sums. The normalised row is rounded to the dtype of `x`, for tiles once and more finely; on a GPU
+        x * norm_weight is, and the norm's scale is applied to the sum.
     """
+    if (tiles := _tiles(weight)) is not None:
+        return step_cpu.linear(x, tiles, norm=norm_weight, eps=eps, bias=bias, out_dtype=out_dtype or x.dtype)
     expect(norm_weight, "D", (x.dtype, torch.float32), {"D": x.shape[1]}, name="norm_weight")
-    if _runs_tiles(weight):
-        return _linear_tiles(x, weight, norm=norm_weight, eps=eps, bias=bias, out_dtype=out_dtype)
     if use_reference(x):
         return linear(rms_norm_ref(x, norm_weight, eps), weight, bias, out_dtype=out_dtype)
     assert isinstance(weight, torch.Tensor), "packed weights are for the CPU"
@@ -184,18 +171,17 @@ def norm_swiglu(
         limit: positive bound on both factors; the gate's is applied after the SiLU and from above only. None: no bound.
 
     Returns:
-        (T, F), the dtype of `x`. Gate and up are rounded to that dtype, the product is computed in fp32.
+        (T, F), the dtype of `x`. Gate and up are rounded to that dtype, but not with tiles; the product is fp32.
 
     Source: Shazeer 2020 (arXiv 2002.05202), equation 6; the limit as Ling-3.0 was trained with.
     """
+    if (tiles := _tiles(gate_up)) is not None and tiles.shape[0] % (2 * step_cpu.TILE) == 0:
+        return step_cpu.linear(x, tiles, norm=norm_weight, eps=eps, has_gate=True, limit=limit)
     if not use_reference(x) and isinstance(gate_up, torch.Tensor) and is_step_map(x, gate_up):
         if linear_cuda.can_run(x, gate_up) and x.shape[0] <= MAX_ROWS_OF_LARGE_GATED_MAPS:
             return linear_cuda.run(x, norm_weight, eps, gate_up, has_gate=True, limit=limit)
         settings = linear_triton.settings_for(*gate_up.shape, has_gate=True)
         return linear_triton.swiglu_step(x, norm_weight, eps, gate_up, limit, settings)
-    if _runs_tiles(gate_up) and gate_up.shape[0] % (2 * step_cpu.TILE) == 0:
-        expect(norm_weight, "D", (x.dtype, torch.float32), {"D": x.shape[1]}, name="norm_weight")
-        return _linear_tiles(x, gate_up, norm=norm_weight, eps=eps, has_gate=True, limit=limit)
     gate, up = norm_linear(x, norm_weight, eps, gate_up).float().chunk(2, dim=-1)  # (T, F) each
     gate = F.silu(gate)
     if limit is not None:
@@ -214,12 +200,13 @@ def linear_residual(x: torch.Tensor, weight: Weight, residual: torch.Tensor) -> 
         residual: (T, D), the dtype of `x`.
 
     Returns:
-        (T, D), the dtype of `x`. The product is rounded to that dtype before it is added, but not in a GPU's step.
+        (T, D), the dtype of `x`. The product is rounded to that dtype before it is added, but not in a GPU's step nor
+        with tiles.
     """
+    if (tiles := _tiles(weight)) is not None:
+        return step_cpu.linear(x, tiles, residual=residual)
     expect(residual, "T D", x.dtype, {"T": x.shape[0], "D": weight.shape[0]}, name="residual")
     if not use_reference(x) and isinstance(weight, torch.Tensor) and is_step_map(x, weight):
         settings = linear_triton.settings_for(*weight.shape)
         return linear_triton.linear_step(x, None, 0.0, weight, None, residual, x.dtype, settings)
-    if _runs_tiles(weight):
-        return _linear_tiles(x, weight, residual=residual)
     return residual + linear(x, weight)

@@ -43,30 +43,26 @@ class PackedWeight:
         int4: w = (code - 8) * scale + zero, numbers of the inputs' dtype for 32 inputs of an output.
         int8: w = code * scale, a scale of the inputs' dtype for an output.
     PyTorch's take inputs of the scales' dtype, which ought to be bf16: in fp32 and fp16 they are not vectorised, and
-    ten times slower. Their results are rounded to that dtype, those of tiles not. Tiles round inputs to 15 bits, see
-    `step_cpu.linear`. A row's result is the same, bit by bit, in every step of 1..16 tokens.
+    ten times slower. Their results are rounded to that dtype, those of tiles not. Tiles round inputs, see
+    `step_cpu.Tiles`. A row's result is the same, bit by bit, in every step of 1..16 tokens.
     """
 
     kind: PackedKind
     # (O, I).
     shape: tuple[int, int]
-    # Tiles: uint8 (O/16, I/32, bytes), laid out as step.c says. PyTorch's: int4 uint8 (O, I/2) in the layout of this
-    # machine's kernel, int8 (O, I) int8. fp16: FBGEMM's own matrix, which its kernels multiply by fp32 inputs; where
-    # PyTorch comes without FBGEMM, (O, I) fp16.
-    codes: torch.Tensor | torch.ScriptObject
+    # None: tiles. int4: uint8 (O, I/2) in the layout of this machine's kernel. int8: (O, I) int8. fp16: FBGEMM's own
+    # matrix, which its kernels multiply by fp32 inputs; where PyTorch comes without FBGEMM, (O, I) fp16.
+    codes: torch.Tensor | torch.ScriptObject | None = None
     # Of PyTorch's forms. int4: (I/32, O, 2), scale and zero. int8: (O).
     scales: torch.Tensor | None = None
-
-    @property
-    def tiles(self) -> torch.Tensor | None:
-        """The codes, if they are tiles."""
-        return self.codes if isinstance(self.codes, torch.Tensor) and self.codes.dim() == 3 else None
+    # Codes and numbers, in the layout of step.c.
+    tiles: step_cpu.Tiles | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes read to apply the weight to one token."""
         if self.tiles is not None:
-            return self.tiles.numel()
+            return self.tiles.codes.numel()
         num_values = self.shape[0] * self.shape[1]
         codes = {"int4": num_values // 2, "int8": num_values, "fp16": 2 * num_values}[self.kind]
         return codes + (0 if self.scales is None else self.scales.numel() * self.scales.element_size())
@@ -98,7 +94,12 @@ def can_tile(shape: tuple[int, int], activation_dtype: torch.dtype = torch.bfloa
 
 
 def pack_int4(
-    codes: torch.Tensor, scales: torch.Tensor, mins: torch.Tensor, *, activation_dtype: torch.dtype = torch.bfloat16
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    mins: torch.Tensor,
+    *,
+    activation_dtype: torch.dtype = torch.bfloat16,
+    has_fine_inputs: bool = True,
 ) -> PackedWeight:
     """Pack a weight that is already quantised: w = code * scale + min.
 
@@ -110,6 +111,7 @@ def pack_int4(
         scales: (O, I/32). Of Q4_0 and Q4_1: d.
         mins: (O, I/32). Of Q4_0: -8 * d; of Q4_1: m.
         activation_dtype: dtype of the inputs.
+        has_fine_inputs: of tiles, how inputs are rounded.
 
     Raises:
         UnsupportedError: this machine has no kernel for the shape.
@@ -124,7 +126,8 @@ def pack_int4(
     if can_tile(shape, activation_dtype):
         pieces = (x.split(PACK_ROWS) for x in (codes, scales, mins))
         tiles = [_make_tiles("int4", c, s.half(), m.half()) for c, s, m in zip(*pieces, strict=True)]
-        return PackedWeight(kind="int4", shape=shape, codes=torch.cat(tiles))
+        held = step_cpu.Tiles(torch.cat(tiles), shape, is_int4=True, has_fine_inputs=has_fine_inputs)
+        return PackedWeight(kind="int4", shape=shape, tiles=held)
     zeros = mins.float() + 8 * scales.float()
     scale_and_zero = torch.stack((scales.float(), zeros), dim=-1).transpose(0, 1).contiguous()  # (I/32, O, 2)
     packed = torch.cat([_tile_int4(rows) for rows in codes.split(PACK_ROWS)])  # (O, I/2)
@@ -154,7 +157,9 @@ def pack_weight(
     if can_tile(shape, activation_dtype):
         quantise_groups = _quantise_int4_groups if kind == "int4" else _quantise_int8_groups
         tiles = [_make_tiles(kind, *quantise_groups(rows.float(), torch.float16)) for rows in weight.split(PACK_ROWS)]
-        return PackedWeight(kind=kind, shape=shape, codes=torch.cat(tiles))
+        # Rounded to 4 bits a weight loses ten times what coarse inputs do.
+        held = step_cpu.Tiles(torch.cat(tiles), shape, is_int4=kind == "int4", has_fine_inputs=kind != "int4")
+        return PackedWeight(kind=kind, shape=shape, tiles=held)
     quantise = _quantise_int4 if kind == "int4" else _quantise_int8
     codes, scales = zip(*(quantise(rows.float(), activation_dtype) for rows in weight.split(PACK_ROWS)), strict=True)
     # Rows are the first axis of int8's scales and the second of int4's.
@@ -218,16 +223,16 @@ def _make_tiles(kind: PackedKind, codes: torch.Tensor, *numbers: torch.Tensor) -
     return tiles
 
 
-def _open_tiles(kind: PackedKind | None, tiles: torch.Tensor, values: torch.Tensor) -> None:
+def _open_tiles(is_int4: bool, tiles: torch.Tensor, values: torch.Tensor) -> None:
     """Dequantise tiles (O/16, I/32, bytes) into `values` (O, I) fp32, written in place."""
     num_tiles, num_groups = tiles.shape[:2]
-    end = 256 if kind == "int4" else 512
+    end = 256 if is_int4 else 512
     vectors = tiles[..., :end].unflatten(-1, (-1, step_cpu.TILE, 4)).permute(0, 3, 1, 2, 4)  # (O/16, 16, I/32, .., 4)
     numbers = tiles[..., end:].view(torch.float16).unflatten(-1, (-1, step_cpu.TILE))  # (O/16, I/32, 1 or 2, 16)
     numbers = numbers.float().permute(2, 0, 3, 1)[..., None]  # (1 or 2, O/16, 16, I/32, 1)
     groups = values.view(num_tiles, step_cpu.TILE, num_groups, step_cpu.GROUP)
     places = groups.unflatten(-1, (-1, 4))  # (O/16, 16, I/32, 8, 4)
-    if kind == "int4":
+    if is_int4:
         places[..., :4, :].copy_(vectors & 15)
         places[..., 4:, :].copy_(vectors >> 4)
         groups.mul_(numbers[0]).add_(numbers[1])
@@ -284,10 +289,12 @@ def _untile_int4(packed: torch.Tensor) -> torch.Tensor:
 
 def fp32_blocks(weight: Weight) -> Iterator[tuple[slice, torch.Tensor]]:
     """Give a weight's rows block by block in fp32: which rows, and (rows, I). The next block overwrites the last."""
+    codes: Weight | torch.ScriptObject | None = weight
+    scales, tiles = None, None
     if isinstance(weight, PackedWeight):
-        kind, codes, scales, tiles = weight.kind, weight.codes, weight.scales, weight.tiles
-    else:
-        kind, codes, scales, tiles = None, weight, None, None
+        codes, scales, tiles = weight.codes, weight.scales, weight.tiles
+    if tiles is not None:
+        codes = tiles.codes
     if not isinstance(codes, torch.Tensor):
         yield slice(None), torch.ops.quantized.linear_unpack_fp16(codes)[0]
         return
@@ -300,7 +307,7 @@ def fp32_blocks(weight: Weight) -> Iterator[tuple[slice, torch.Tensor]]:
         values = buffer[: (rows.stop - start) * num_inputs]
         block = values.view(-1, num_inputs)
         if tiles is not None:
-            _open_tiles(kind, tiles[start // step_cpu.TILE : rows.stop // step_cpu.TILE], block)
+            _open_tiles(tiles.is_int4, codes[start // step_cpu.TILE : rows.stop // step_cpu.TILE], block)
         elif scales is None:
             block.copy_(codes[rows])
         elif scales.dim() == 1:

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import platform
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,13 +25,33 @@ MAX_HEAD_DIM = 256
 _FOLDER = Path(__file__).parent / "cpu"
 
 
+@dataclass(frozen=True)
+class Tiles:
+    """A linear map's weight as step.c reads it."""
+
+    # (O/16, I/32, bytes) uint8, as `packed` makes them.
+    codes: torch.Tensor
+    # O, I.
+    shape: tuple[int, int]
+    # Whether codes have 4 bits, or 8.
+    is_int4: bool
+    # Whether inputs are rounded to 15 bits, finer than bf16 for all but the smallest, or to 8, which is less work
+    # for steps of several rows; with 8-bit codes always.
+    has_fine_inputs: bool = True
+
+    @functools.cached_property
+    def address(self) -> int:
+        """Where the codes are."""
+        return self.codes.data_ptr()
+
+
 class _Linear(ctypes.Structure):
     """`struct Linear` of step.c."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "norm", "weight", "bias", "residual", "y")),
         *((name, ctypes.c_long) for name in ("num_rows", "num_inputs", "num_outputs")),
-        *((name, ctypes.c_int) for name in ("is_int4", "norm_is_fp32", "out_is_fp32")),
+        *((name, ctypes.c_int) for name in ("is_int4", "is_fine", "norm_is_fp32", "out_is_fp32")),
         *((name, ctypes.c_int) for name in ("has_gate", "has_limit", "num_threads")),
         *((name, ctypes.c_float) for name in ("eps", "limit")),
     )
@@ -77,10 +98,8 @@ def _address(x: torch.Tensor | None) -> int | None:
 
 def linear(
     x: torch.Tensor,
-    tiles: torch.Tensor,
-    shape: tuple[int, int],
+    tiles: Tiles,
     *,
-    is_int4: bool,
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
     bias: torch.Tensor | None = None,
@@ -91,15 +110,13 @@ def linear(
 ) -> torch.Tensor:
     """Apply a weight of tiles, with what may stand before and behind it.
 
-    h = x or rms_norm(x);  y = round15(h) W^T (+ b) (+ residual);  with a gate: [g, u] = y, silu(g) * u
+    h = x or rms_norm(x);  y = round(h) W^T (+ b) (+ residual);  with a gate: [g, u] = y, silu(g) * u
 
-    round15(h) = code * scale, |code| <= 16256, one fp32 scale for 32 inputs: finer than bf16 for all but the smallest.
+    round(h) = code * scale, one fp32 scale for 32 inputs; |code| <= 16256 if inputs are fine, otherwise 127.
 
     Args:
         x: (T, I) bf16.
-        tiles: (O/16, I/32, bytes) uint8, as `packed` makes them.
-        shape: O, I.
-        is_int4: whether the codes have 4 bits, or 8.
+        tiles: the weight (O, I).
         norm: (I) bf16 or fp32, weight of an RMS norm.
         eps: of the norm.
         bias: (O) bf16.
@@ -113,9 +130,11 @@ def linear(
         and with any number of threads.
     """
     x = x.contiguous()
-    T, (O, I) = x.shape[0], shape
+    T, (O, I) = x.shape[0], tiles.shape
     assert x.dtype is torch.bfloat16 and x.shape[1] == I, f"x is {tuple(x.shape)} {x.dtype}, the weight has {I} inputs"
-    assert not has_gate or O % (2 * TILE) == 0
+    assert norm is None or norm.shape[0] == I, f"norm_weight: axis D is {norm.shape[0]}, expected {I}"
+    assert residual is None or residual.shape == (T, O), f"residual is {tuple(residual.shape)}, expected {(T, O)}"
+    assert not has_gate or O % (2 * TILE) == 0, f"{O} gates and factors come in {2 * TILE}s"
     library = load()
     assert library is not None
     y = torch.empty((T, O // 2 if has_gate else O), dtype=out_dtype)
@@ -125,14 +144,15 @@ def linear(
             _Linear(
                 x.data_ptr(),
                 _address(norm),
-                tiles.data_ptr(),
+                tiles.address,
                 _address(bias),
                 _address(residual),
                 y.data_ptr(),
                 T,
                 I,
                 O,
-                is_int4,
+                tiles.is_int4,
+                tiles.has_fine_inputs,
                 norm is not None and norm.dtype is torch.float32,
                 out_dtype is torch.float32,
                 has_gate,

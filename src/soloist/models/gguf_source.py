@@ -284,7 +284,9 @@ class GGUFSource(LoadingSource):
             mins[own] = values.minimum.view(len(blocks), -1)[:, groups]
             self._advance(blocks.numel())
             start += part.held_shape(self.group)[0]
-        packed = pack_int4(codes, scales, mins, activation_dtype=self.dtype)
+        # Where other maps are requantised to 4 bits, what coarse inputs lose does not count.
+        is_fine = self.packing != "int4"
+        packed = pack_int4(codes, scales, mins, activation_dtype=self.dtype, has_fine_inputs=is_fine)
         sample = sampled_rows(rows)
         q, scale, minimum = codes[sample], scales[sample], mins[sample]
         exact = (q.view(*scale.shape, INT4_GROUP) * scale[..., None] + minimum[..., None]).flatten(1)

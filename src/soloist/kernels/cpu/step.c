@@ -1,8 +1,8 @@
 // Operators of a step on x86-64 processors: linear maps of packed weights with the norm before and the residual or the
 // gate behind them, and attention. Built twice, see build.sh; loaded by ../step_cpu.py, which says what each one computes.
 //
-// Rows are bf16, sums are fp32. The inputs of a linear map are rounded to 15 bits, 32 of them by one scale, and multiplied
-// by the codes of the weight as integers, in two parts of 8 bits: while weights come from memory that costs nothing. A row
+// Rows are bf16, sums are fp32. The inputs of a linear map are rounded, 32 of them by one scale, and multiplied by the
+// codes of the weight as integers: fine ones have 15 bits in two parts, coarse ones 8 bits and half of the products. A row
 // is computed alike in every step, however many rows and threads there are.
 //
 // A weight (O, I) is tiles of 16 outputs by groups of 32 inputs, one behind the other. A tile's group holds the codes, then
@@ -103,8 +103,6 @@ INLINE int32_t largest(i32 v) {
     return best;
 }
 
-// Of an input: 127 high parts.
-#define MOST_CODE 16256
 // Adding it to a number below 2^22 leaves the nearest integer in the low bits.
 #define ROUNDER 12582912.0f
 
@@ -124,14 +122,16 @@ INLINE f32 exponential(f32 x) {
 // --- the inputs of a linear map
 
 struct Rows {
-    int8_t *codes;       // (T, I/32, 2, 32): high parts, then low ones; an input is (128 high + low) * scale
+    int8_t *codes;       // fine: (T, I/32, 2, 32), high parts, then low ones: an input is (128 high + low) * scale
+                         // coarse: (T, I): it is code * scale
     float *scales;       // (T, I/32)
     float *sums;         // (T, I/32): of inputs
     int32_t *offsets;    // (T, I/32): of inputs in units of the scale, times -128
     long num_inputs;
+    int is_fine;
 };
 
-// Rounds a row to 15 bits. A group that holds a NaN or an infinity gets a NaN as its scale.
+// Rounds a row. A group that holds a NaN or an infinity gets a NaN as its scale.
 INLINE void quantise(const float *x, const struct Rows *rows, long t) {
     long num_groups = rows->num_inputs / GROUP;
     for (long g = 0; g < num_groups; g++) {
@@ -141,15 +141,16 @@ INLINE void quantise(const float *x, const struct Rows *rows, long t) {
             int32_t bits;
             float value;
         } most = {.bits = largest(select_i32(a > b, a, b))};
-        float scale = most.value * (1.0f / MOST_CODE), inverse = most.value > 1e-30f ? MOST_CODE / most.value : 0;
+        float most_code = rows->is_fine ? 127 * 128 : 127;
+        float scale = most.value / most_code, inverse = most.value > 1e-30f ? most_code / most.value : 0;
         i32 total = {};
         UNROLL for (int i = 0; i < 2; i++) {
             i32 code = (i32)(v[i] * inverse + ROUNDER) - 0x4b400000;
-            i32 high = (code + 64) >> 7;
+            i32 high = rows->is_fine ? (code + 64) >> 7 : code;
             i8 parts[2] = {__builtin_convertvector(high, i8), __builtin_convertvector(code - (high << 7), i8)};
-            int8_t *place = rows->codes + 2 * (t * rows->num_inputs + GROUP * g) + 16 * i;
+            int8_t *place = rows->codes + (1 + rows->is_fine) * (t * rows->num_inputs + GROUP * g) + 16 * i;
             memcpy(place, &parts[0], sizeof parts[0]);
-            memcpy(place + GROUP, &parts[1], sizeof parts[1]);
+            if (rows->is_fine) memcpy(place + GROUP, &parts[1], sizeof parts[1]);
             total += code;
         }
         int32_t num = 0;
@@ -192,13 +193,15 @@ INLINE __m512i dot(__m512i total, __m512i codes, const int8_t *x) {
 }
 
 // out[t] = 16 outputs of row first + t, for `num` rows.
-INLINE void tile(const uint8_t *w, const int is_int4, const struct Rows *x, long first, const int num, f32 *out) {
+INLINE void tile(const uint8_t *w, const int is_int4, const int is_fine, const struct Rows *x, long first, const int num,
+                 f32 *out) {
     long num_groups = x->num_inputs / GROUP;
+    const long row_bytes = (1 + is_fine) * x->num_inputs;
     __m512 acc[MAX_ROWS];
     UNROLL for (int t = 0; t < num; t++) acc[t] = _mm512_setzero_ps();
     for (long g = 0; g < num_groups; g++) {
         __m512i high[MAX_ROWS], low[MAX_ROWS];
-        const int8_t *codes = x->codes + 2 * (first * x->num_inputs + g * GROUP);
+        const int8_t *codes = x->codes + first * row_bytes + (1 + is_fine) * g * GROUP;
         UNROLL for (int t = 0; t < num; t++) {
             high[t] = _mm512_setzero_si512();
             low[t] = is_int4 ? _mm512_setzero_si512() : _mm512_set1_epi32(x->offsets[(first + t) * num_groups + g]);
@@ -209,9 +212,9 @@ INLINE void tile(const uint8_t *w, const int is_int4, const struct Rows *x, long
                 __m512i both = _mm512_loadu_si512(w + 64 * i), mask = _mm512_set1_epi8(15);
                 __m512i first16 = _mm512_and_si512(both, mask), last16 = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
                 UNROLL for (int t = 0; t < num; t++) {
-                    const int8_t *four = codes + 2 * t * x->num_inputs + 4 * i;
+                    const int8_t *four = codes + t * row_bytes + 4 * i;
                     high[t] = dot(dot(high[t], first16, four), last16, four + 16);
-                    low[t] = dot(dot(low[t], first16, four + GROUP), last16, four + GROUP + 16);
+                    if (is_fine) low[t] = dot(dot(low[t], first16, four + GROUP), last16, four + GROUP + 16);
                 }
             }
             _mm_prefetch((const char *)w + PREFETCH_BYTES + 256, _MM_HINT_T0);
@@ -221,7 +224,7 @@ INLINE void tile(const uint8_t *w, const int is_int4, const struct Rows *x, long
                 _mm_prefetch((const char *)w + PREFETCH_BYTES + 64 * i, _MM_HINT_T0);
                 __m512i all = _mm512_loadu_si512(w + 64 * i);
                 UNROLL for (int t = 0; t < num; t++) {
-                    const int8_t *four = codes + 2 * t * x->num_inputs + 4 * i;
+                    const int8_t *four = codes + t * row_bytes + 4 * i;
                     high[t] = dot(high[t], all, four);
                     low[t] = dot(low[t], all, four + GROUP);
                 }
@@ -232,7 +235,7 @@ INLINE void tile(const uint8_t *w, const int is_int4, const struct Rows *x, long
         w += 32;
         UNROLL for (int t = 0; t < num; t++) {
             __m512 factor = _mm512_mul_ps(scale, _mm512_set1_ps(x->scales[(first + t) * num_groups + g]));
-            __m512i total = _mm512_add_epi32(_mm512_slli_epi32(high[t], 7), low[t]);
+            __m512i total = is_fine ? _mm512_add_epi32(_mm512_slli_epi32(high[t], 7), low[t]) : high[t];
             acc[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(total), factor, acc[t]);
         }
         if (is_int4) {
@@ -259,8 +262,10 @@ INLINE __m256i signed_dot(__m256i codes, const int8_t *x) {
     return _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(_mm256_set1_epi32(four), w));
 }
 
-INLINE void tile(const uint8_t *w, const int is_int4, const struct Rows *x, long first, const int num, f32 *out) {
+INLINE void tile(const uint8_t *w, const int is_int4, const int is_fine, const struct Rows *x, long first, const int num,
+                 f32 *out) {
     long num_groups = x->num_inputs / GROUP;
+    const long row_bytes = (1 + is_fine) * x->num_inputs;
     const long group_bytes = is_int4 ? 320 : 544;
     const __m256i ones = _mm256_set1_epi16(1), worths = _mm256_set1_epi16(128), mask = _mm256_set1_epi8(15);
     UNROLL for (int half = 0; half < 2; half++) {
@@ -268,7 +273,7 @@ INLINE void tile(const uint8_t *w, const int is_int4, const struct Rows *x, long
         UNROLL for (int t = 0; t < num; t++) acc[t] = _mm256_setzero_ps();
         for (long g = 0; g < num_groups; g++) {
             const uint8_t *p = w + g * group_bytes + 32 * half;
-            const int8_t *codes = x->codes + 2 * (first * x->num_inputs + g * GROUP);
+            const int8_t *codes = x->codes + first * row_bytes + (1 + is_fine) * g * GROUP;
             __m256i high[MAX_ROWS], low[MAX_ROWS], total[MAX_ROWS];
             UNROLL for (int t = 0; t < num; t++) high[t] = low[t] = total[t] = _mm256_setzero_si256();
             if (half == 0) UNROLL for (int i = 0; i < group_bytes; i += 64) _mm_prefetch((const char *)p + PREFETCH_BYTES + i, _MM_HINT_T0);
@@ -277,19 +282,21 @@ INLINE void tile(const uint8_t *w, const int is_int4, const struct Rows *x, long
                     __m256i both = _mm256_loadu_si256((const __m256i *)(p + 64 * i));
                     __m256i first16 = _mm256_and_si256(both, mask), last16 = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
                     UNROLL for (int t = 0; t < num; t++) {
-                        const int8_t *four = codes + 2 * t * x->num_inputs + 4 * i;
+                        const int8_t *four = codes + t * row_bytes + 4 * i;
                         high[t] = _mm256_add_epi16(high[t], _mm256_add_epi16(dot(first16, four), dot(last16, four + 16)));
                         four += GROUP;
-                        low[t] = _mm256_add_epi16(low[t], _mm256_add_epi16(dot(first16, four), dot(last16, four + 16)));
+                        if (is_fine)
+                            low[t] = _mm256_add_epi16(low[t], _mm256_add_epi16(dot(first16, four), dot(last16, four + 16)));
                     }
                 }
                 UNROLL for (int t = 0; t < num; t++)
-                    total[t] = _mm256_add_epi32(_mm256_madd_epi16(high[t], worths), _mm256_madd_epi16(low[t], ones));
+                    total[t] = is_fine ? _mm256_add_epi32(_mm256_madd_epi16(high[t], worths), _mm256_madd_epi16(low[t], ones))
+                                       : _mm256_madd_epi16(high[t], ones);
             } else {
                 UNROLL for (int i = 0; i < 8; i++) {
                     __m256i all = _mm256_loadu_si256((const __m256i *)(p + 64 * i));
                     UNROLL for (int t = 0; t < num; t++) {
-                        const int8_t *four = codes + 2 * t * x->num_inputs + 4 * i;
+                        const int8_t *four = codes + t * row_bytes + 4 * i;
                         total[t] = _mm256_add_epi32(total[t], _mm256_madd_epi16(signed_dot(all, four), worths));
                         total[t] = _mm256_add_epi32(total[t], _mm256_madd_epi16(signed_dot(all, four + GROUP), ones));
                     }
@@ -312,10 +319,12 @@ INLINE void tile(const uint8_t *w, const int is_int4, const struct Rows *x, long
 }
 #endif
 
-#define CASE(n)                                                 \
-    case n:                                                     \
-        if (is_int4) tile(w, 1, x, first, n, out);              \
-        else tile(w, 0, x, first, n, out);                      \
+// Inputs of 8-bit codes are always fine: coarse ones would lose more than the codes.
+#define CASE(n)                                                       \
+    case n:                                                           \
+        if (!is_int4) tile(w, 0, 1, x, first, n, out);                \
+        else if (x->is_fine) tile(w, 1, 1, x, first, n, out);         \
+        else tile(w, 1, 0, x, first, n, out);                         \
         return;
 
 static void tile_rows(const uint8_t *w, int is_int4, const struct Rows *x, long first, int num, f32 *out) {
@@ -337,7 +346,7 @@ struct Linear {
     const uint16_t *residual;    // (T, O) bf16; null: none
     void *y;                     // (T, O), with a gate (T, O/2): bf16 or fp32
     long num_rows, num_inputs, num_outputs;
-    int is_int4, norm_is_fp32, out_is_fp32, has_gate, has_limit, num_threads;
+    int is_int4, is_fine, norm_is_fp32, out_is_fp32, has_gate, has_limit, num_threads;
     float eps, limit;
 };
 
@@ -361,7 +370,7 @@ void linear(const struct Linear *a) {
     long width = a->has_gate ? a->num_outputs / 2 : a->num_outputs, num_tiles = width / TILE;
     long tile_bytes = num_groups * (a->is_int4 ? 320 : 544);
     char *scratch = malloc((size_t)T * (size_t)(2 * I + 12 * num_groups));
-    struct Rows rows = {.num_inputs = I, .scales = (float *)scratch};
+    struct Rows rows = {.num_inputs = I, .is_fine = a->is_fine, .scales = (float *)scratch};
     rows.sums = rows.scales + T * num_groups;
     rows.offsets = (int32_t *)(rows.sums + T * num_groups);
     rows.codes = (int8_t *)(rows.offsets + T * num_groups);
