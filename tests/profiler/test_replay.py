@@ -26,7 +26,7 @@ def test_steps_recorded_on_a_gpu_take_as_long_when_they_are_played_again(path: P
     trace.launch_overhead_us = None
     steps = analyse(trace).steps
     mean_ms = (steps.gpu_us[-1] - steps.gpu_us[0]) / len(steps) / 1e3
-    assert Replay(trace, steps, find_waits(trace)).step_ms(with_waits=True) == pytest.approx(mean_ms, rel=0.03)
+    assert Replay(trace, steps, find_waits(trace)).step_ms() == pytest.approx(mean_ms, rel=0.03)
 
 
 def read(machine: Machine) -> None:
@@ -65,6 +65,20 @@ def test_what_recording_costs_matters():
     slowed_ms = analyse(trace).loss_ms
     trace.launch_overhead_us = OVERHEAD_US
     assert analyse(trace).loss_ms > 1.5 * slowed_ms
+
+
+def test_a_line_that_waits_behind_another_costs_little_by_itself():
+    """Two reads in a step, nothing between them: whoever leaves one out still waits in the other."""
+
+    def read_elsewhere(machine: Machine) -> None:
+        with machine.at("masks.py(70): build"):
+            machine.read()
+
+    both = analysis_of(decode(lambda m: (read(m), read_elsewhere(m), m.busy(600.0))))
+    alone = analysis_of(decode(lambda m: (read(m), m.busy(600.0))))
+    assert [line.loss_ms for line in alone.waits] == [pytest.approx(alone.loss_ms)]
+    assert len(both.waits) == 2 and both.loss_ms == pytest.approx(alone.loss_ms, rel=0.1)
+    assert all(line.loss_ms < 0.1 * both.loss_ms for line in both.waits)
 
 
 def test_what_is_not_known_well_widens_the_range():

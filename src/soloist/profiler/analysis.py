@@ -12,12 +12,14 @@ from dataclasses import dataclass
 
 from soloist.errors import UsageError
 from soloist.profiler.gaps import Gap, GapKind, Lead, busy_spans, busy_us, find_gaps, find_leads
-from soloist.profiler.replay import Loss, price_waits
+from soloist.profiler.replay import Loss, Replay, price_waits
 from soloist.profiler.steps import Origin, Recording, Steps, find_steps
 from soloist.profiler.trace import Stack, Trace
 from soloist.profiler.waits import Wait, WaitKind, blame, find_waits, lend_stacks
 
 DEFAULT_STEPS = 64
+# Lines of which each is priced alone, those that block longest.
+_PRICED_LINES = 6
 # A launch that reaches the GPU sooner than this found it idle: about what an empty GPU takes to begin.
 NO_LEAD_US = 20.0
 
@@ -47,6 +49,8 @@ class WaitLine:
     blocked_ms: float
     # GPU idle time behind these waits.
     idle_ms: float
+    # What a step would be shorter by without these waits, the others left as they are; None: too many lines to tell.
+    loss_ms: float | None
     # Work the GPU still had when the host went on, median; 0: it had run dry.
     queued_us: float
 
@@ -162,7 +166,9 @@ def analyse(trace: Trace, *, max_steps: int = DEFAULT_STEPS) -> Analysis:
     small_us = window_us - 1e3 * busy_ms - sum(gap.duration_us for gap in gaps)
     step_ms = _median_step_ms(steps)
     blocked_ms = sum(wait.blocked_us for wait in inside) / 1e3 / len(steps)
-    loss = price_waits(trace, steps, waits) if inside else Loss(ms=0.0, low_ms=0.0, high_ms=0.0)
+    loss, replay = Loss(ms=0.0, low_ms=0.0, high_ms=0.0), None
+    if inside:
+        loss, replay = price_waits(trace, steps, waits), Replay(trace, steps, waits)
     return Analysis(
         name=trace.name,
         rank=trace.rank,
@@ -179,7 +185,7 @@ def analyse(trace: Trace, *, max_steps: int = DEFAULT_STEPS) -> Analysis:
         blocked_ms=blocked_ms,
         loss_ms=loss.ms,
         loss_range_ms=(loss.low_ms, loss.high_ms),
-        waits=_wait_lines(inside, gaps, spans, len(steps)),
+        waits=_wait_lines(inside, gaps, spans, len(steps), replay),
         gaps=_gap_lines(gaps, len(steps)),
         kernels=_kernel_lines(trace, device, steps),
         lead=_lead_figures(find_leads(trace, device), steps),
@@ -215,7 +221,11 @@ def place_of(stack: Stack) -> Place:
 
 
 def _wait_lines(
-    waits: Sequence[Wait], gaps: Sequence[Gap], spans: list[tuple[float, float]], num_steps: int
+    waits: Sequence[Wait],
+    gaps: Sequence[Gap],
+    spans: list[tuple[float, float]],
+    num_steps: int,
+    replay: Replay | None,
 ) -> tuple[WaitLine, ...]:
     groups: dict[tuple[str, str], list[Wait]] = defaultdict(list)
     for wait in waits:
@@ -224,14 +234,17 @@ def _wait_lines(
     for gap in gaps:
         if gap.wait is not None:
             idle_us[place_of(gap.wait.stack).where, gap.wait.what] += gap.duration_us
+    blocked_us = {key: sum(wait.blocked_us for wait in group) for key, group in groups.items()}
+    priced = sorted(groups, key=lambda key: -blocked_us[key])[:_PRICED_LINES]
     lines = [
         WaitLine(
             place=place_of(group[0].stack),
             kind=group[0].kind,
             what=group[0].what,
             count=len(group) / num_steps,
-            blocked_ms=sum(wait.blocked_us for wait in group) / 1e3 / num_steps,
+            blocked_ms=blocked_us[key] / 1e3 / num_steps,
             idle_ms=idle_us[key] / 1e3 / num_steps,
+            loss_ms=replay.loss_ms_of(group) if replay is not None and key in priced else None,
             queued_us=statistics.median(_queued_us(spans, wait.end_us) for wait in group),
         )
         for key, group in groups.items()

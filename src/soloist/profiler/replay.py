@@ -8,7 +8,7 @@ those of the program alone.
 import bisect
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from soloist.profiler.steps import MIN_REPEATS, Steps
@@ -70,8 +70,9 @@ class Replay:
         # From the end of the last call to the first one of the step that would follow.
         self._rest_us = max(0.0, steps.host_us[-1] - max((call.end_us for call in self._calls), default=0.0))
         self._overhead_us = (trace.launch_overhead_us or 0.0) if overhead_us is None else overhead_us
-        # By `id` of a waiting call: the last work that had ended when it returned.
+        # By `id` of a waiting call: the last work that had ended when it returned, and `id` of the wait it is part of.
         self._awaited: dict[int, GpuWork | None] = {}
+        self._wait_of: dict[int, int] = {}
         by_end = sorted(trace.works, key=lambda work: work.end_us)
         own_waits = [wait for wait in waits if wait.thread == thread]
         for call in trace.calls:
@@ -79,6 +80,7 @@ class Replay:
             if call.thread == thread and i >= 0 and call.start_us < own_waits[i].end_us:
                 last = bisect.bisect_right(by_end, call.end_us, key=lambda work: work.end_us) - 1
                 self._awaited[id(call)] = by_end[last] if last >= 0 else None
+                self._wait_of[id(call)] = id(own_waits[i])
         self._find_delays(trace)
 
     def _find_delays(self, trace: Trace) -> None:
@@ -104,10 +106,18 @@ class Replay:
     @property
     def loss_ms(self) -> float:
         """What a step would be shorter by without its waits."""
-        return max(0.0, self.step_ms(with_waits=True) - self.step_ms(with_waits=False))
+        return max(0.0, self.step_ms() - self.step_ms(without=set(self._wait_of.values())))
 
-    def step_ms(self, *, with_waits: bool) -> float:
-        """Play the steps and give the time of one, without what recording costs."""
+    def loss_ms_of(self, waits: Iterable[Wait]) -> float:
+        """Give what a step would be shorter by without some of its waits, the others left as they are."""
+        return max(0.0, self.step_ms() - self.step_ms(without={id(wait) for wait in waits}))
+
+    def step_ms(self, *, without: Collection[int] = ()) -> float:
+        """Play the steps and give the time of one, without what recording costs.
+
+        Args:
+            without: `id` of waits that are left out.
+        """
         host_us = 0.0
         free_us: dict[int, float] = defaultdict(float)
         # By `id` of a work: when it ended.
@@ -129,7 +139,7 @@ class Replay:
                     arrived_us = called_us + self._latency_us.get(id(work), self._usual_latency_us)
                     idle_us = free_us[work.stream] + self._pause_us.get(id(work), self._usual_pause_us)
                     ended_us[id(work)] = free_us[work.stream] = max(arrived_us, idle_us) + work.duration_us
-                if is_waiting and with_waits:
+                if is_waiting and self._wait_of[id(call)] not in without:
                     awaited = self._awaited[id(call)]
                     done_us = ended_us.get(id(awaited), 0.0)
                     # What the call takes by itself, the way back from the GPU included.

@@ -71,7 +71,13 @@ def _waits(analysis: Analysis) -> list[str]:
         if wait.idle_ms < 0.001:
             after = f"harmless: the GPU still had {wait.queued_us / 1e3:.3f} ms of work"
         lines.append(f"  {_where(wait.place)}  {wait.what}")
-        lines.append(f"      {_count(wait.count)} per step, {wait.blocked_ms:.3f} ms blocked, {after}")
+        # Of one line alone it is that of all.
+        alone = (
+            f"; by itself it costs {wait.loss_ms:.3f} ms"
+            if wait.loss_ms is not None and len(analysis.waits) > 1
+            else ""
+        )
+        lines.append(f"      {_count(wait.count)} per step, {wait.blocked_ms:.3f} ms blocked, {after}{alone}")
         lines += _source(wait.place)
     lines += [f"  and {len(analysis.waits) - _MAX_LINES} more lines"] if len(analysis.waits) > _MAX_LINES else []
     return [*lines, ""]
