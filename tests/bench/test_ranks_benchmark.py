@@ -5,7 +5,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from soloist.cli import main
 from tests.bench.ranks_program import decode_tp_gpu
+from tests.tiny_model import write_tiny_model
 
 
 def read(folder: Path, case: str) -> dict[str, Any]:
@@ -38,3 +42,15 @@ def test_a_rank_that_fails_ends_the_others(tmp_path: Path):
     assert decode_tp_gpu.start_ranks(
         2, [sys.executable, "-c", "import os, time; time.sleep(60 * int(os.environ['RANK'])); 1 / 0"]
     )
+
+
+def test_the_command_says_where_one_is_faster_than_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write_tiny_model(tmp_path)
+    sizes = ["--input-tokens", "40", "--output-tokens", "12", "--repeats", "1", "-t", "1", "-c", "256", "--json"]
+    assert main(["bench", "-m", str(tmp_path), "--tensor-parallel-size", "2", *sizes]) == 0
+    said = capsys.readouterr()
+    rungs = json.loads(said.out)["rungs"]
+    assert [rung["tensor_parallel_size"] for rung in rungs] == [1, 2]
+    # Two processes take longer to agree than this model to run.
+    assert rungs[1]["tpot_ms_mean"] > rungs[0]["tpot_ms_mean"]
+    assert "times the speed of one alone" in said.err and "leave --tensor-parallel-size out" in said.err

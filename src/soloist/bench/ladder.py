@@ -19,6 +19,8 @@ class RungSettings:
     execution: Execution | None
     has_draft: bool = False
     is_adaptive: bool = False
+    # That share the model.
+    num_ranks: int = 1
 
 
 def ladder(
@@ -36,7 +38,7 @@ def ladder(
     execution = Execution(
         is_captured=False, run_ahead=0, has_pdl=False, has_fused_moe=not has_experts, has_bf16_head=num_ranks > 1
     )
-    rungs = [RungSettings(switch=EAGER, execution=execution)]
+    rungs = [RungSettings(switch=EAGER, execution=execution, num_ranks=num_ranks)]
 
     def add(switch: str, *, has_draft: bool = False, is_adaptive: bool = False, **changes: Any) -> None:
         nonlocal execution
@@ -47,6 +49,7 @@ def ladder(
                 execution=execution,
                 has_draft=has_draft or last.has_draft,
                 is_adaptive=is_adaptive or last.is_adaptive,
+                num_ranks=num_ranks,
             )
         )
 

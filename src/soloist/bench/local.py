@@ -58,6 +58,8 @@ class Measurement:
     # Whether drafts were kept by lot.
     is_simulated: bool
     num_threads: int | None
+    # That share the model.
+    num_ranks: int
     # The first request after loading, and everything behind it.
     cold: RequestFigures
     warm: Summary
@@ -139,6 +141,7 @@ def measure(llm: LLM, workload: Workload, *, repeats: int, name: str = "") -> Me
         drafter=llm.engine.drafter.name,
         is_simulated=llm.engine.is_simulated,
         num_threads=torch.get_num_threads() if device.type == "cpu" else None,
+        num_ranks=llm.engine.runner.model.group.size,
         cold=cold,
         warm=warm,
         floor=_floor(llm, warm),

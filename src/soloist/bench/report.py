@@ -46,6 +46,8 @@ def in_words(workload: Workload, measurements: Sequence[Measurement]) -> str:
         if i:
             ratio = first.warm.tpot_ms.mean / m.warm.tpot_ms.mean
             lines.append(f"  that is {ratio:.2f} times the speed of {first.name or 'the first'}")
+            if ratio < 1 and m.num_ranks > first.num_ranks and m.drafter == first.drafter:
+                lines.append("  one is faster here than several that share the model: leave --tensor-parallel-size out")
     for gpu in measurements[-1].gpus:
         lines.append(f"GPU after the last request: {', '.join(f'{name} {value}' for name, value in gpu.items())}")
     return "\n".join(lines)
@@ -181,6 +183,7 @@ def _result(m: Measurement, case: str, command: str, weights: Literal["real", "r
         command=command,
         weights=weights,
         dtype=m.dtype,
+        tensor_parallel_size=m.num_ranks,
         context_len=m.floor.context_len,
         width=m.floor.width,
         acceptance_length=w.acceptance_length,

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from soloist.runtime.graph import Execution
 
 _PLAIN = "plain decoding"
+_ALONE = "one alone"
+# Room beside the weights.
+_ROOM = 1.2
 # With the first of them, those that are not typed are off.
 _SWITCH = "A switch of a GPU's steps."
 
@@ -69,6 +72,7 @@ def bench(
     dtype: options.Dtype = None,
     weights: options.Weights = "file",
     weights_dtype: options.WeightsDtype = None,
+    tensor_parallel_size: options.TensorParallelSize = 1,
     context: options.Context = None,
     threads: options.Threads = None,
     against: Annotated[
@@ -114,9 +118,9 @@ def bench(
 ) -> None:
     """Measure time to the first token, time per token, acceptance and the share of the floor that is reached.
 
-    With --draft, plain decoding is measured first, as the rung below; --adaptive-width is a rung of its own. Nothing
-    that was read before is used again. A GPU's steps have all their switches on, but --device-loop; with one of them
-    typed, only those that are.
+    With --draft, plain decoding is measured first, as the rung below; --adaptive-width is a rung of its own. Several
+    that share a model are held to one, if it fits there. Nothing that was read before is used again. A GPU's steps have
+    all their switches on, but --device-loop; with one of them typed, only those that are.
     """
     if compare is not None:
         _compare(compare, chart, as_json=as_json)
@@ -173,6 +177,7 @@ def bench(
             adaptive_width=rung.is_adaptive,
             simulate_acceptance=simulate_acceptance if has_draft else None,
             execution=rung.execution,
+            tensor_parallel_size=rung.num_ranks,
         )
 
     def make(llm: "LLM") -> "Workload":
@@ -186,14 +191,19 @@ def bench(
             run_ahead=2 if run_ahead is None else run_ahead,
             draft=draft,
             is_adaptive=adaptive_width,
+            num_ranks=tensor_parallel_size,
         )
     else:
-        settings = [RungSettings(switch="" if draft is None else _PLAIN, execution=execution)]
+        make_settings = partial(RungSettings, execution=execution, num_ranks=tensor_parallel_size)
+        settings = [make_settings(switch="" if draft is None else _PLAIN)]
+        if tensor_parallel_size > 1:
+            settings = [make_settings(switch=f"--tensor-parallel-size {tensor_parallel_size}")]
+            if _fits_alone(model, device or "cpu"):
+                settings.insert(0, RungSettings(switch=_ALONE, execution=execution))
         if draft is not None:
-            settings.append(RungSettings(switch=f"--draft {draft}", execution=execution, has_draft=True))
+            settings.append(make_settings(switch=f"--draft {draft}", has_draft=True))
         if adaptive_width:
-            is_all = {"has_draft": True, "is_adaptive": True}
-            settings.append(RungSettings(switch="--adaptive-width", execution=execution, **is_all))
+            settings.append(make_settings(switch="--adaptive-width", has_draft=True, is_adaptive=True))
     rungs = [Rung(name=rung.switch, load=partial(load_with, rung)) for rung in settings]
     measurements = measure_ladder(rungs, make, repeats=repeats)
     remote = None if server is None else measure_remote(server, made[0], repeats=repeats)
@@ -278,6 +288,15 @@ def _footprint(model: str | None) -> "tuple[str, Footprint]":
         config = read_config(open_model(files.path))
     model_class = find_model_class(config)
     return files.name, model_footprint(model_class, model_class.config_class.from_dict(config))
+
+
+def _fits_alone(model: str | None, device: str) -> bool:
+    """Say whether a model has room where one rank would hold it whole."""
+    import torch
+
+    from soloist.models.memory import free_bytes
+
+    return _ROOM * _footprint(model)[1].weight_bytes < free_bytes(torch.device(device))
 
 
 def _execution(*, is_captured: bool, run_ahead: int | None, **switches: bool) -> "Execution | None":
