@@ -25,7 +25,9 @@ from soloist.kernels import (
     moe_step_cuda,
 )
 from soloist.kernels.kda_inputs import KdaCache, KdaKept, KdaRows, KdaWeights
+from soloist.kernels.mla_inputs import MlaRows, MlaWeights
 from soloist.kernels.norm import gated_rms_norm_ref
+from soloist.kernels.rotary import RotaryTable
 
 try:
     from fla.ops.kda import chunk_kda, fused_recurrent_kda
@@ -251,17 +253,17 @@ def bench_mla(shape: Shape, bandwidth: float, rows: list[dict]) -> None:
     L, H, K, V, R, P = 12, shape.H, 128, 128, 512, 64
     S = CONTEXT_LEN + 4096
     caches = [rand(S, R + P) for _ in range(L)]
-    weights = [rand(H * (K + V), R, scale=R**-0.5) for _ in range(L)]
-    angle = torch.rand(S, P // 2, device="cuda") * 6
-    cos, sin = angle.cos(), angle.sin()
     norm = torch.ones(R, dtype=torch.bfloat16, device="cuda")
+    maps = [rand(H * (K + V), R, scale=R**-0.5) for _ in range(L)]
+    weights = [MlaWeights(norm, 1e-6, w_kv_b, H, V, (K + P) ** -0.5) for w_kv_b in maps]
+    angle = torch.rand(S, P // 2, device="cuda") * 6
+    rotary = RotaryTable(cos=angle.cos(), sin=angle.sin())
     context_len = torch.tensor(CONTEXT_LEN, dtype=torch.int32, device="cuda")
-    options = {"num_heads": H, "v_head_dim": V, "scale": (K + P) ** -0.5}
     for T in (*WIDTHS, 2048):
-        q, kv, gate = rand(T, H * (K + P)), rand(T, R + P), rand(T, H)
+        inputs = MlaRows(rand(T, H * (K + P)), rand(T, R + P), rand(T, H))
 
-        def call(i: int, form: Callable = mla.mla_attention) -> torch.Tensor:
-            return form(q, kv, gate, norm, 1e-6, weights[i], caches[i], context_len, cos, sin, **options)
+        def call(i: int, form: Callable = mla.mla_attention, inputs: MlaRows = inputs) -> torch.Tensor:
+            return form(inputs, weights[i], caches[i], context_len, rotary)
 
         report(
             rows,

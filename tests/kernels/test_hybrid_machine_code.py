@@ -18,7 +18,9 @@ from soloist.kernels import (
     step_end_triton,
 )
 from soloist.kernels.kda_inputs import KdaCache, KdaKept, KdaRows, KdaWeights
+from soloist.kernels.mla_inputs import MlaRows, MlaWeights
 from soloist.kernels.moe import RouterSettings
+from soloist.kernels.rotary import RotaryTable
 from tests.kernels.compile_only import Compiled, compiling, print_kernels, read_cubin, run_without_interpreter
 
 ARCH = 90
@@ -52,11 +54,11 @@ def launch_kda() -> None:
 def launch_mla() -> None:
     P, R = 64, 512
     q, kv, gate = bf16(T, H * (K + P) + R + P + H).split([H * (K + P), R + P, H], dim=1)
-    cache, table = bf16(1024, R + P), torch.empty(1024, P // 2)
-    layer = (q, kv, gate, bf16(R), 1e-6, bf16(H * (K + K), R), cache, i32(), table, table)
+    table = torch.empty(1024, P // 2)
+    weights = MlaWeights(bf16(R), 1e-6, bf16(H * (K + K), R), H, K, 0.1)
     # The form of other sizes and dtypes too.
     mla_merge_cuda.can_run = lambda *_: False
-    mla_triton.attend(*layer, num_heads=H, v_head_dim=K, scale=0.1)
+    mla_triton.attend(MlaRows(q, kv, gate), weights, bf16(1024, R + P), i32(), RotaryTable(cos=table, sin=table))
 
 
 def launch_end() -> None:

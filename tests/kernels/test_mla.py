@@ -1,12 +1,15 @@
 """MLA: absorbed and naive forms equal the equations written in fp64; the cache is touched only where it should be."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from soloist.kernels import mla
-from soloist.kernels.rotary import make_rotary_table
+from soloist.kernels.mla_inputs import MlaRows, MlaWeights
+from soloist.kernels.rotary import RotaryTable, make_rotary_table
 
 H, Kn, P, V, R = 3, 10, 6, 14, 20
 FORMS = {"absorbed": mla.mla_attention_ref, "naive": mla.mla_naive_ref, "launcher": mla.mla_attention}
@@ -29,13 +32,18 @@ def make_call(
         "w_kv_b": (torch.randn(H * (Kn + V), R) / R**0.5).to(dtype),
         "latent_cache": cache.to(dtype),
         "context_len": torch.tensor(context_len, dtype=torch.int32),
-        "cos": table.cos if has_rotary else None,
-        "sin": table.sin if has_rotary else None,
+        "rotary": table if has_rotary else None,
         "num_heads": H,
         "v_head_dim": V,
         "scale": (Kn + P) ** -0.5,
     }
     return call
+
+
+def run(call: dict[str, Any], form: Callable[..., torch.Tensor] = mla.mla_attention) -> torch.Tensor:
+    rows = MlaRows(call["q"], call["kv"], call["gate"])
+    weights = MlaWeights(*(call[name] for name in MlaWeights._fields))
+    return form(rows, weights, call["latent_cache"], call["context_len"], call["rotary"])
 
 
 def copy(call: dict[str, Any]) -> dict[str, Any]:
@@ -49,13 +57,13 @@ def rows_of(call: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
     return call | cut | {"context_len": call["context_len"] + start}
 
 
-def rotate_fp64(x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, position: int) -> torch.Tensor:
+def rotate_fp64(x: torch.Tensor, rotary: RotaryTable | None, position: int) -> torch.Tensor:
     """Rotate the pairs (0, 1), (2, 3), ... of one vector (P)."""
-    if cos is None or sin is None:
+    if rotary is None:
         return x
     out = torch.full_like(x, torch.nan)
     for j in range(P // 2):
-        c, s = cos[position, j].double(), sin[position, j].double()
+        c, s = rotary.cos[position, j].double(), rotary.sin[position, j].double()
         out[2 * j] = x[2 * j] * c - x[2 * j + 1] * s
         out[2 * j + 1] = x[2 * j + 1] * c + x[2 * j] * s
     return out
@@ -63,24 +71,19 @@ def rotate_fp64(x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | N
 
 def plain_fp64(call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """The naive equations, token by token and head by head, in fp64; gives output and cache."""
-    cache, q, kv, cos, sin = (
-        call["latent_cache"].double(),
-        call["q"].double(),
-        call["kv"].double(),
-        call["cos"],
-        call["sin"],
-    )
+    cache, q, kv = (call[name].double() for name in ("latent_cache", "q", "kv"))
+    rotary = call["rotary"]
     dtype, context_len = call["q"].dtype, int(call["context_len"])
     out = torch.full((len(q), H, V), torch.nan, dtype=torch.float64)
     for t in range(len(q)):
         position = context_len + t
         c = kv[t, :R] / (kv[t, :R].square().mean() + call["eps"]).sqrt() * call["kv_norm"].double()
         # As the cache holds it: the one place where a rounding is declared.
-        cache[position] = torch.cat([c, rotate_fp64(kv[t, R:], cos, sin, position)]).to(dtype).double()
+        cache[position] = torch.cat([c, rotate_fp64(kv[t, R:], rotary, position)]).to(dtype).double()
         for h in range(H):
             w = call["w_kv_b"].double().view(H, Kn + V, R)[h]
             query = q[t].view(H, Kn + P)[h]
-            query = torch.cat([query[:Kn], rotate_fp64(query[Kn:], cos, sin, position)])
+            query = torch.cat([query[:Kn], rotate_fp64(query[Kn:], rotary, position)])
             seen = cache[: position + 1]
             keys = torch.cat([seen[:, :R] @ w[:Kn].T, seen[:, R:]], dim=1)
             a = (keys @ query * call["scale"]).softmax(0) @ (seen[:, :R] @ w[Kn:].T)
@@ -107,7 +110,7 @@ def test_every_form_equals_the_equations_in_fp64(
     call = make_call(T, context_len, has_rotary=has_rotary, has_gate=has_gate)
     expected, expected_cache = plain_fp64(call)
     before = call["latent_cache"].clone()
-    assert error(FORMS[form](**call), expected) < 1e-6
+    assert error(run(call, FORMS[form]), expected) < 1e-6
     last = context_len + T
     assert torch.equal(call["latent_cache"][:context_len], before[:context_len])
     assert error(call["latent_cache"][context_len:last], expected_cache[context_len:last]) < 1e-6
@@ -121,31 +124,31 @@ def test_a_prompt_in_parts_or_token_by_token_equals_one_shot(has_rotary: bool) -
     assert T > mla.MIN_ROWS_TO_EXPAND > mla.MAX_ROWS
     call = make_call(T, context_len, has_rotary=has_rotary)
     one = copy(call)
-    expected = mla.mla_attention(**one)
+    expected = run(one)
     for size in (1, 37, 165):
         parts = copy(call)
         starts = range(0, T, size)
-        y = torch.cat([mla.mla_attention(**rows_of(parts, start, start + size)) for start in starts])
+        y = torch.cat([run(rows_of(parts, start, start + size)) for start in starts])
         assert error(y, expected) < 1e-5, size
         assert error(parts["latent_cache"][: context_len + T], one["latent_cache"][: context_len + T]) < 1e-6, size
-    assert error(mla.mla_attention_ref(**copy(call)), expected) < 1e-5
+    assert error(run(copy(call), mla.mla_attention_ref), expected) < 1e-5
 
 
 def test_a_rejected_row_is_overwritten_by_the_next_step() -> None:
     call = make_call(4, 3, S=12)
-    mla.mla_attention(**call)
+    run(call)
     # Two of the four rows are kept; the next step starts behind them.
     following = make_call(3, 5, S=12) | {"latent_cache": call["latent_cache"]}
     clean = following | {"latent_cache": call["latent_cache"].clone()}
     clean["latent_cache"][5:] = torch.nan
-    assert torch.equal(mla.mla_attention(**following), mla.mla_attention(**clean))
+    assert torch.equal(run(following), run(clean))
 
 
 def test_the_norm_takes_its_eps_and_leaves_the_rotary_part_alone() -> None:
     call = make_call(2, 0) | {"eps": 1e-2}
     call["kv"] *= 0.1
     expected, expected_cache = plain_fp64(call)
-    assert error(mla.mla_attention(**call), expected) < 1e-6
+    assert error(run(call), expected) < 1e-6
     assert error(call["latent_cache"][:2], expected_cache[:2]) < 1e-6
 
 
@@ -155,7 +158,7 @@ def test_in_half_precision_only_the_cache_and_the_result_are_rounded(dtype: torc
     expected, expected_cache = plain_fp64(call)
     for form in (mla.mla_attention_ref, mla.mla_naive_ref):
         mine = copy(call)
-        y = form(**mine)
+        y = run(mine, form)
         assert y.dtype is dtype
         assert (y != expected.to(dtype)).float().mean() < 0.02
         assert torch.equal(mine["latent_cache"][:14], expected_cache[:14].to(dtype))
@@ -163,19 +166,17 @@ def test_in_half_precision_only_the_cache_and_the_result_are_rounded(dtype: torc
 
 def test_projections_may_be_slices_of_one_packed_projection() -> None:
     call = make_call(5, 2)
-    expected = mla.mla_attention(**copy(call))
+    expected = run(copy(call))
     packed = torch.cat([call["q"], call["kv"], call["gate"]], dim=1)
     q, kv, gate = packed.split([H * (Kn + P), R + P, H], dim=1)
-    assert torch.equal(mla.mla_attention(**call | {"q": q, "kv": kv, "gate": gate}), expected)
+    assert torch.equal(run(call | {"q": q, "kv": kv, "gate": gate}), expected)
 
 
 def test_shapes_that_disagree_are_refused() -> None:
     call = make_call(2, 1)
     with pytest.raises(AssertionError, match="w_kv_b: axis"):
-        mla.mla_attention(**call | {"v_head_dim": V + 1})
+        run(call | {"v_head_dim": V + 1})
     with pytest.raises(AssertionError, match="cos: axis"):
-        mla.mla_attention(**call | {"cos": call["cos"][:, 1:]})
-    with pytest.raises(AssertionError, match="go together"):
-        mla.mla_attention(**call | {"sin": None})
+        run(call | {"rotary": replace(call["rotary"], cos=call["rotary"].cos[:, 1:])})
     with pytest.raises(AssertionError, match="context_len: dtype"):
-        mla.mla_attention(**call | {"context_len": torch.tensor(1)})
+        run(call | {"context_len": torch.tensor(1)})

@@ -18,7 +18,7 @@ LIMIT = Limit(rms=3e-3, worst_row=6e-3)
 
 @pytest.mark.parametrize(
     ("T", "heads", "context_len", "splits"),
-    [(1, 3, 0, 2), (1, 16, 150, 1), (1, 5, 333, 3), (2, 7, 63, 2), (2, 16, 200, 2), (1, 32, 500, 2)],
+    [(1, 3, 0, 2), (1, 16, 150, 1), (1, 5, 333, 3), (2, 16, 63, 2), (9, 3, 200, 2), (9, 16, 90, 1), (16, 5, 300, 2)],
 )
 def test_merged_splits_are_plain_attention(
     monkeypatch: pytest.MonkeyPatch, T: int, heads: int, context_len: int, splits: int

@@ -1,6 +1,6 @@
 """MLA kernels equal the reference for steps and prompts of any context, and touch no row of the cache but their own."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from soloist.kernels import mla, mla_triton
 from soloist.kernels.launch import IS_INTERPRETED, arrival_counters
+from soloist.kernels.mla_inputs import MlaRows, MlaWeights
 from soloist.kernels.rotary import make_rotary_table
 from tests.kernels.device import DEVICE, DTYPE, launch_kernels, nan_in_fresh_memory, rand, split_rows
 from tests.kernels.limits import LIMITS, Limit, assert_near
@@ -51,20 +52,25 @@ def make_call(
         "w_kv_b": rand(heads * (Kn + V), latent, scale=latent**-0.5),
         "latent_cache": cache,
         "context_len": torch.tensor(context_len, dtype=torch.int32, device=DEVICE),
-        "cos": table.cos if has_rotary else None,
-        "sin": table.sin if has_rotary else None,
+        "rotary": table if has_rotary else None,
         "num_heads": heads,
         "v_head_dim": V,
         "scale": (Kn + P) ** -0.5,
     }
 
 
+def run(call: dict[str, Any], form: Callable[..., torch.Tensor] = mla.mla_attention) -> torch.Tensor:
+    rows = MlaRows(call["q"], call["kv"], call["gate"])
+    weights = MlaWeights(*(call[name] for name in MlaWeights._fields))
+    return form(rows, weights, call["latent_cache"], call["context_len"], call["rotary"])
+
+
 def check(call: dict[str, Any], limit: Limit = LIMIT) -> torch.Tensor:
     """Compare output and cache with the reference; give the output."""
     before = call["latent_cache"].clone()
     ref = call | {name: call[name].contiguous() for name in ("q", "kv")} | {"latent_cache": before.clone()}
-    expected = mla.mla_attention_ref(**ref)
-    out = mla.mla_attention(**call)
+    expected = run(ref, mla.mla_attention_ref)
+    out = run(call)
     assert_near(out, expected, limit)
     start = int(call["context_len"])
     rows = slice(start, start + call["q"].shape[0])
@@ -115,13 +121,13 @@ def test_a_prompt_of_the_real_sizes_equals_its_reference(T: int, context_len: in
 
 def test_a_rejected_row_is_overwritten_by_the_next_step():
     call = make_call(4, 30)
-    mla.mla_attention(**call)
+    run(call)
     following = make_call(3, 32)
     # Two of the four rows are kept; what the others left must not be seen.
     following["latent_cache"][:34] = call["latent_cache"][:34]
     clean = following["latent_cache"].clone()
     clean[32:] = torch.nan
-    assert torch.equal(mla.mla_attention(**following), mla.mla_attention(**following | {"latent_cache": clean}))
+    assert torch.equal(run(following), run(following | {"latent_cache": clean}))
 
 
 def test_large_scores_do_not_overflow():
@@ -135,6 +141,6 @@ def test_large_scores_do_not_overflow():
 @pytest.mark.parametrize("T", [1, 9])
 def test_a_step_gives_the_same_bits_every_time(T: int):
     call = make_call(T, 300)
-    first = mla.mla_attention(**call)
+    first = run(call)
     for _ in range(1 if IS_INTERPRETED else 20):
-        assert torch.equal(mla.mla_attention(**call), first)
+        assert torch.equal(run(call), first)

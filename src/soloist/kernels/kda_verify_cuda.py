@@ -102,7 +102,7 @@ __device__ float dot(const Four& a, const Four& b) {
     return a.x[0] * b.x[0] + a.x[1] * b.x[1] + a.x[2] * b.x[2] + a.x[3] * b.x[3];
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 2)
 kda_verify(const element* qkv, const element* f, const element* gate, const element* b, const element* conv_w,
            const float* a_log, const float* dt_bias, const element* o_norm, const float* state, const element* conv,
            float* verify_k, float* verify_u, float* verify_g, element* verify_conv, element* out, int T,
@@ -162,16 +162,17 @@ kda_verify(const element* qkv, const element* f, const element* gate, const elem
     if (job < ROWS) beta[job] = job < T ? sigmoid(to_float(b[job * b_stride + head])) : 0.f;
     float square[16], from_start = 1.f;
 #pragma unroll
-    for (int t = ROWS; t < 16; ++t) square[t] = 0.f;
+    for (int t = 0; t < 16; ++t) square[t] = 0.f;
 #pragma unroll
     for (int t = 0; t < ROWS; ++t) {
+        if (t >= T) break;
         window[t + 3] = to_float(raw[t]);
         float y = window[t] * taps[0] + window[t + 1] * taps[1] + window[t + 2] * taps[2] + window[t + 3] * taps[3];
         const element rounded = to_element(y * sigmoid(y));
         y = to_float(rounded);
         square[t] = y * y;
         // What every program has, each row's is kept by one.
-        const bool keeps = t < T && (!is_row || t % CLUSTER == program);
+        const bool keeps = !is_row || t % CLUSTER == program;
         if (keeps && (is_row || is_value)) verify_conv[(size_t)t * C + c] = raw[t];
         if (is_row) {
             const float log = log_decay(drive[t] + bias, rate), own = exponential(log);

@@ -18,8 +18,9 @@ import torch
 
 from soloist.kernels.check import FLOATS, expect, use_reference
 from soloist.kernels.launch import HAS_TRITON
+from soloist.kernels.mla_inputs import MlaRows, MlaWeights
 from soloist.kernels.norm import rms_norm_ref
-from soloist.kernels.rotary import apply_rotary_ref
+from soloist.kernels.rotary import RotaryTable, apply_rotary_ref
 
 if HAS_TRITON:
     from soloist.kernels import mla_prompt, mla_triton
@@ -43,29 +44,31 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context_len: int,
 
 
 def _prepare(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    kv_norm: torch.Tensor,
-    eps: float,
+    rows: MlaRows,
+    weights: MlaWeights,
     latent_cache: torch.Tensor,
     context_len: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    num_heads: int,
+    rotary: RotaryTable | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rotate and write the cache; give q_n (H, T, Kn), q_r (H, T, P) and the cache so far (S, R+P), in fp32."""
-    T, R = q.shape[0], kv_norm.shape[0]
-    P = kv.shape[1] - R
+    T, H, R = rows.q.shape[0], weights.num_heads, weights.latent_rank
+    P = rows.kv.shape[1] - R
     start = int(context_len)
-    q_n, q_r = q.float().view(T, num_heads, -1).split([q.shape[1] // num_heads - P, P], dim=-1)
-    c, k_r = kv.split([R, P], dim=-1)
-    if cos is not None and sin is not None:
-        angles = cos[start : start + T], sin[start : start + T]  # (T, P/2)
+    q_n, q_r = rows.q.float().view(T, H, -1).split([rows.q.shape[1] // H - P, P], dim=-1)
+    c, k_r = rows.kv.split([R, P], dim=-1)
+    if rotary is not None:
+        angles = rotary.cos[start : start + T], rotary.sin[start : start + T]  # (T, P/2)
         q_r = apply_rotary_ref(q_r, *angles, interleaved=True)
         k_r = apply_rotary_ref(k_r, *angles, interleaved=True)
-    latent_cache[start : start + T, :R] = rms_norm_ref(c, kv_norm, eps)
+    latent_cache[start : start + T, :R] = rms_norm_ref(c, weights.kv_norm, weights.eps)
     latent_cache[start : start + T, R:] = k_r
     return q_n.transpose(0, 1), q_r.transpose(0, 1), latent_cache[: start + T].float()
+
+
+def _split_maps(weights: MlaWeights) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give W_uk (H, Kn, R) and W_uv (H, V, R), fp32."""
+    maps = weights.w_kv_b.float().view(weights.num_heads, -1, weights.latent_rank)  # (H, Kn+V, R)
+    return maps[:, : -weights.v_head_dim], maps[:, -weights.v_head_dim :]
 
 
 def _finish(a: torch.Tensor, gate: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -77,89 +80,55 @@ def _finish(a: torch.Tensor, gate: torch.Tensor | None, dtype: torch.dtype) -> t
 
 
 def mla_attention_ref(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    gate: torch.Tensor | None,
-    kv_norm: torch.Tensor,
-    eps: float,
-    w_kv_b: torch.Tensor,
+    rows: MlaRows,
+    weights: MlaWeights,
     latent_cache: torch.Tensor,
     context_len: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    *,
-    num_heads: int,
-    v_head_dim: int,
-    scale: float,
+    rotary: RotaryTable | None,
 ) -> torch.Tensor:
     """Attend to the latents themselves: the query is taken into the latent space, the result out of it."""
-    q_n, q_r, latent = _prepare(q, kv, kv_norm, eps, latent_cache, context_len, cos, sin, num_heads)
-    R = kv_norm.shape[0]
-    w_uk, w_uv = w_kv_b.float().view(num_heads, -1, R).split([q_n.shape[-1], v_head_dim], dim=1)
+    q_n, q_r, latent = _prepare(rows, weights, latent_cache, context_len, rotary)
+    w_uk, w_uv = _split_maps(weights)
     queries = torch.cat([q_n @ w_uk, q_r], dim=-1)  # (H, T, R+P)
-    z = _attend(queries, latent[None], latent[None, :, :R], int(context_len), scale)  # (H, T, R)
-    return _finish(z @ w_uv.mT, gate, q.dtype)
+    values = latent[None, :, : weights.latent_rank]  # (1, S, R)
+    z = _attend(queries, latent[None], values, int(context_len), weights.scale)  # (H, T, R)
+    return _finish(z @ w_uv.mT, rows.gate, rows.q.dtype)
 
 
 def mla_naive_ref(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    gate: torch.Tensor | None,
-    kv_norm: torch.Tensor,
-    eps: float,
-    w_kv_b: torch.Tensor,
+    rows: MlaRows,
+    weights: MlaWeights,
     latent_cache: torch.Tensor,
     context_len: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    *,
-    num_heads: int,
-    v_head_dim: int,
-    scale: float,
+    rotary: RotaryTable | None,
 ) -> torch.Tensor:
     """Expand every head's keys and values from the latents, then attend as usual."""
-    q_n, q_r, latent = _prepare(q, kv, kv_norm, eps, latent_cache, context_len, cos, sin, num_heads)
-    R = kv_norm.shape[0]
+    q_n, q_r, latent = _prepare(rows, weights, latent_cache, context_len, rotary)
+    R = weights.latent_rank
     c, k_r = latent[:, :R], latent[:, R:]  # (S, R), (S, P)
-    w_uk, w_uv = w_kv_b.float().view(num_heads, -1, R).split([q_n.shape[-1], v_head_dim], dim=1)
-    keys = torch.cat([c @ w_uk.mT, k_r.expand(num_heads, -1, -1)], dim=-1)  # (H, S, Kn+P)
-    a = _attend(torch.cat([q_n, q_r], dim=-1), keys, c @ w_uv.mT, int(context_len), scale)  # (H, T, V)
-    return _finish(a, gate, q.dtype)
+    w_uk, w_uv = _split_maps(weights)
+    keys = torch.cat([c @ w_uk.mT, k_r.expand(weights.num_heads, -1, -1)], dim=-1)  # (H, S, Kn+P)
+    a = _attend(torch.cat([q_n, q_r], dim=-1), keys, c @ w_uv.mT, int(context_len), weights.scale)  # (H, T, V)
+    return _finish(a, rows.gate, rows.q.dtype)
 
 
 def mla_attention(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    gate: torch.Tensor | None,
-    kv_norm: torch.Tensor,
-    eps: float,
-    w_kv_b: torch.Tensor,
+    rows: MlaRows,
+    weights: MlaWeights,
     latent_cache: torch.Tensor,
     context_len: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
+    rotary: RotaryTable | None,
     *,
-    num_heads: int,
-    v_head_dim: int,
-    scale: float,
     host_len: int | None = None,
 ) -> torch.Tensor:
     """Attend to the cache and to this step's own rows. The module's docstring has the equations.
 
     Args:
-        q: (T, H*(Kn+P)) per head Kn dims without, then P with rotary. Rows may be strided.
-        kv: (T, R+P) raw latent, then the raw shared key. Rows may be strided.
-        gate: (T, H) before its sigmoid, or None.
-        kv_norm: (R) weight of the latent's norm.
-        eps: of that norm.
-        w_kv_b: (H*(Kn+V), R) per head Kn key rows, then V value rows.
+        rows: of the tokens.
+        weights: of the layer.
         latent_cache: (S, R+P), rows context_len..context_len+T-1 are written in place; later rows are never read.
         context_len: () int32 on the device: cached rows before this step.
-        cos: (S', P/2) fp32 table by position, S' > the last position; None, as sin: no rotary.
-        sin: likewise.
-        num_heads: H.
-        v_head_dim: V.
-        scale: of the scores, (Kn+P)^-0.5 times what YaRN adds.
+        rotary: tables of more positions than the last one; None: no rotary.
         host_len: `context_len` on the host. None: where it is needed there, for a prompt, the device is asked.
 
     Returns:
@@ -167,26 +136,27 @@ def mla_attention(
 
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1 and appendix C; the head gate as in Ling-3.0.
     """
-    dims = {"H": num_heads}
+    q, kv, gate = rows
+    H, V = weights.num_heads, weights.v_head_dim
+    dims = {"H": H}
     expect(q, "T I", FLOATS, dims, name="q")
-    expect(kv_norm, "R", (q.dtype, torch.float32), dims, name="kv_norm")
+    expect(weights.kv_norm, "R", (q.dtype, torch.float32), dims, name="kv_norm")
     expect(latent_cache, "S X", q.dtype, dims, name="latent_cache")
     expect(kv, "T X", q.dtype, dims, name="kv")
     P = dims["X"] - dims["R"]
-    expect(w_kv_b, f"{dims['I'] + num_heads * (v_head_dim - P)} R", q.dtype, dims, name="w_kv_b")
+    expect(weights.w_kv_b, f"{dims['I'] + H * (V - P)} R", q.dtype, dims, name="w_kv_b")
     if gate is not None:
         expect(gate, "T H", q.dtype, dims, name="gate")
     expect(context_len, "", torch.int32, dims, name="context_len")
-    assert (cos is None) == (sin is None), "cos and sin go together"
-    if cos is not None and sin is not None:
-        expect(cos, f"S' {P // 2}", torch.float32, dims, name="cos")
-        expect(sin, f"S' {P // 2}", torch.float32, dims, name="sin")
-    inputs = (q, kv, gate, kv_norm, eps, w_kv_b, latent_cache)
-    if not use_reference(q) and dims["T"] > mla_triton.MAX_STEP_ROWS:
-        start = int(context_len) if host_len is None else host_len
-        return mla_prompt.attend(*inputs, start, cos, sin, num_heads=num_heads, v_head_dim=v_head_dim, scale=scale)
-    if not use_reference(q):
-        form = mla_triton.attend
-    else:
+    if rotary is not None:
+        expect(rotary.cos, f"S' {P // 2}", torch.float32, dims, name="cos")
+        expect(rotary.sin, f"S' {P // 2}", torch.float32, dims, name="sin")
+    if use_reference(q):
         form = mla_attention_ref if dims["T"] < MIN_ROWS_TO_EXPAND else mla_naive_ref
-    return form(*inputs, context_len, cos, sin, num_heads=num_heads, v_head_dim=v_head_dim, scale=scale)
+        return form(rows, weights, latent_cache, context_len, rotary)
+    if dims["T"] <= mla_triton.MAX_STEP_ROWS:
+        return mla_triton.attend(rows, weights, latent_cache, context_len, rotary)
+    start = int(context_len) if host_len is None else host_len
+    cos, sin = (None, None) if rotary is None else (rotary.cos, rotary.sin)
+    inputs = (q, kv, gate, weights.kv_norm, weights.eps, weights.w_kv_b, latent_cache, start, cos, sin)
+    return mla_prompt.attend(*inputs, num_heads=H, v_head_dim=V, scale=weights.scale)

@@ -26,7 +26,9 @@ from soloist.kernels.launch import (
     pdl_options,
     wait_for_producers,
 )
+from soloist.kernels.mla_inputs import MlaRows, MlaWeights
 from soloist.kernels.read_ahead import prefetch
+from soloist.kernels.rotary import RotaryTable
 
 # Most rows of a step; more is a prompt.
 MAX_STEP_ROWS = 16
@@ -303,34 +305,29 @@ def combine_kernel(
 
 
 def attend(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    gate: torch.Tensor | None,
-    kv_norm: torch.Tensor,
-    eps: float,
-    w_kv_b: torch.Tensor,
+    rows: MlaRows,
+    weights: MlaWeights,
     latent_cache: torch.Tensor,
     context_len: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    *,
-    num_heads: int,
-    v_head_dim: int,
-    scale: float,
+    rotary: RotaryTable | None,
 ) -> torch.Tensor:
     """Launch `mla_attention` for a step of T <= 16 rows; arguments as there."""
-    T = q.shape[0]
-    H, V, R = num_heads, v_head_dim, kv_norm.shape[0]
+    q, kv, gate = rows
+    kv_norm, eps, w_kv_b, H, V, scale = weights
+    T, R = q.shape[0], weights.latent_rank
     P = kv.shape[1] - R
     K = q.shape[1] // H - P
     is_fp32_dot = IS_INTERPRETED or q.dtype == torch.float32
     # Without rotary the tables are never read; any pointer does.
-    table = (kv_norm, kv_norm) if cos is None or sin is None else (cos, sin)
+    table = (kv_norm, kv_norm) if rotary is None else (rotary.cos, rotary.sin)
     query = torch.empty((T, H, R + P), dtype=q.dtype, device=q.device)
     block_m = 16 if T * H <= 16 else 32 if T * H <= 32 else 64
     num_row_tiles = triton.cdiv(T * H, block_m)
     runs_in_cuda = mla_step_cuda.can_run(query, R)
-    num_splits = max(1, min(_MAX_SPLITS, _NUM_PROGRAMS if runs_in_cuda else _NUM_PROGRAMS // num_row_tiles))
+    if runs_in_cuda:
+        num_splits = mla_step_cuda.count_splits(T * H)
+    else:
+        num_splits = max(1, min(_MAX_SPLITS, _NUM_PROGRAMS // num_row_tiles))
     partial = torch.empty((num_splits, T * H, R), dtype=torch.float32, device=q.device)
     partial_max, partial_sum = torch.empty((2, num_splits, T * H), dtype=torch.float32, device=q.device)
     block_r = min(R, 128)
@@ -352,7 +349,7 @@ def attend(
         V=V,
         R=R,
         P=P,
-        HAS_ROTARY=cos is not None,
+        HAS_ROTARY=rotary is not None,
         TP=MAX_STEP_ROWS,
         BR=block_r,
         IS_FP32_DOT=is_fp32_dot,

@@ -14,6 +14,7 @@ from soloist.kernels.kda import kda_chunk, kda_step, kda_verify
 from soloist.kernels.kda_inputs import KdaCache, KdaKept, KdaRows, KdaWeights
 from soloist.kernels.linear import linear, norm_linear
 from soloist.kernels.mla import mla_attention
+from soloist.kernels.mla_inputs import MlaRows, MlaWeights
 from soloist.kernels.rotary import RotaryTable
 from soloist.models.cache import LatentCache, RecurrentState, StepKind
 from soloist.models.memory import check_fits
@@ -250,22 +251,9 @@ class LatentAttention:
         q, kv, *gate = projected.split(self.in_sizes, dim=-1)
         if self.q_a_norm is not None and self.q_b_proj is not None:
             q = norm_linear(q, self.q_a_norm, LATENT_NORM_EPS, self.q_b_proj)  # (T, H*(Kn+P))
-        out = mla_attention(
-            q,
-            kv,
-            gate[0] if gate else None,
-            self.kv_a_norm,
-            LATENT_NORM_EPS,
-            self.kv_b_proj,
-            latent.latent[index],
-            context_len,
-            None if rotary is None else rotary.cos,
-            None if rotary is None else rotary.sin,
-            num_heads=self.num_heads,
-            v_head_dim=s.v_head_dim,
-            scale=s.scale,
-            host_len=host_len,
-        )  # (T, H*V)
+        weights = MlaWeights(self.kv_a_norm, LATENT_NORM_EPS, self.kv_b_proj, self.num_heads, s.v_head_dim, s.scale)
+        rows = MlaRows(q, kv, gate[0] if gate else None)
+        out = mla_attention(rows, weights, latent.latent[index], context_len, rotary, host_len=host_len)  # (T, H*V)
         return linear_all_reduce(out, self.o_proj, x, self.group)
 
 
