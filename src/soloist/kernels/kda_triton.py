@@ -1,10 +1,9 @@
-"""Triton kernels of Kimi Delta Attention; the equations, the references and the launchers are in `kernels/kda.py`.
+"""One token of Kimi Delta Attention in Triton; the equations and the references are in `kernels/kda.py`.
 
-`step_kernel` is one token; one program owns one head and holds its state (V, K) fp32 in registers. `commit_kernel`
-advances every head of every layer by the accepted rows of a verification (`kernels/kda_verify_cuda.py`). A prompt is
+One program owns one head and holds its state (V, K) fp32 in registers. What a prompt needs too is here:
 `kernels/kda_prompt_triton.py`.
 
-Source: Kimi Linear (arXiv 2510.26692), equations of the WY form; frozen-state verification with a log of (k, u, g).
+Source: Kimi Linear (arXiv 2510.26692), section 3.
 """
 
 from collections.abc import Sequence
@@ -22,16 +21,15 @@ from soloist.kernels.launch import (
 )
 from soloist.kernels.read_ahead import read_ahead, shares
 
-# Rows of one WY block: the most a verify has.
+# Rows of one WY block of a prompt.
 ROWS = 16
-# Three passes of bf16 give a product 17 bits: the state's error per commit is 5e-6, at two thirds of the time of
-# TF32's three.
+# Three passes of bf16 give a product 17 bits, at two thirds of the time of TF32's three.
 DOT_PRECISION = "ieee" if IS_INTERPRETED else "bf16x3"
 # Bytes of the next launches' weights that a step asks for, and the programs that do nothing else, on multiprocessors
 # that would idle; measured on one H200, `docs/log.md`.
 READ_AHEAD_BYTES = 20 << 20
 _READERS = 64
-# Value channels of a head that one program of a WY block, or of a commit, owns.
+# Value channels of a head that one program of a WY block owns.
 BLOCK_V = 32
 
 
@@ -178,59 +176,6 @@ def shift_window(x_ptr, conv_ptr, num_rows, i_c, stride_t, C: tl.constexpr):
     tl.store(conv_ptr + i_tail[:, None] * C + i_c[None, :], b_tail, mask=(i_tail < 3)[:, None])
 
 
-@triton.jit
-def commit_kernel(
-    state_ptr,
-    conv_ptr,
-    verify_k_ptr,
-    verify_u_ptr,
-    verify_g_ptr,
-    verify_conv_ptr,
-    num_rows_ptr,
-    T_MAX: tl.constexpr,
-    C: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    H: tl.constexpr,
-    ROWS: tl.constexpr,
-    BV: tl.constexpr,
-    PDL: tl.constexpr,
-    DOT_PRECISION: tl.constexpr,
-):
-    """S_n = S_0 diag(exp(G_n)) + sum_{i<=n} u_i (exp(G_n - G_i) k_i)^T, and the new window. Grid: (V / BV, H, L)."""
-    tile = tl.program_id(0)
-    head = tl.program_id(1)
-    layer = tl.program_id(2).to(tl.int64)
-    i_r = tl.arange(0, ROWS)
-    i_k = tl.arange(0, K)
-    i_v = tile * BV + tl.arange(0, BV)
-    p_state = state_ptr + layer * H * V * K + (head * V + i_v)[:, None] * K + i_k[None, :]
-    b_state = tl.load(p_state)
-
-    wait_for_producers(PDL)
-    let_consumers_start(PDL)
-    num_rows = tl.load(num_rows_ptr)
-    m_r = ((i_r < num_rows) & (i_r < T_MAX))[:, None]
-    o_rows = (layer * T_MAX + i_r)[:, None] * H + head
-    b_g = tl.load(verify_g_ptr + o_rows * K + i_k[None, :], mask=m_r, other=0.0)
-    b_k = tl.load(verify_k_ptr + o_rows * K + i_k[None, :], mask=m_r, other=0.0)
-    b_u = tl.load(verify_u_ptr + o_rows * V + i_v[None, :], mask=m_r, other=0.0)
-    total = tl.sum(b_g, axis=0)
-    # The g of all later rows: a sum, never a difference of sums.
-    m_later = ((i_r + 1 < num_rows) & (i_r + 1 < T_MAX))[:, None]
-    b_later = tl.load(verify_g_ptr + (o_rows + H) * K + i_k[None, :], mask=m_later, other=0.0)
-    b_to_end = tl.exp(tl.cumsum(b_later, axis=0, reverse=True)) * b_k
-    b_state = b_state * tl.exp(total)[None, :] + tl.dot(tl.trans(b_u), b_to_end, input_precision=DOT_PRECISION)
-    tl.store(p_state, b_state)
-
-    p_conv = conv_ptr + layer * 3 * C
-    p_new = verify_conv_ptr + layer * T_MAX * C
-    shift_window(p_new, p_conv, num_rows, 2 * H * K + head * V + i_v, C, C)
-    if tile == 0:
-        shift_window(p_new, p_conv, num_rows, head * K + i_k, C, C)
-        shift_window(p_new, p_conv, num_rows, H * K + head * K + i_k, C, C)
-
-
 def step(
     rows: KdaRows,
     weights: KdaWeights,
@@ -263,37 +208,3 @@ def step(
         **pdl_options(),
     )
     return out
-
-
-def commit(
-    state: torch.Tensor,
-    conv: torch.Tensor,
-    verify_k: torch.Tensor,
-    verify_u: torch.Tensor,
-    verify_g: torch.Tensor,
-    verify_conv: torch.Tensor,
-    num_rows: torch.Tensor,
-) -> None:
-    """Launch `kda_commit`; arguments as there."""
-    L, H, V, K = state.shape
-    block_v = min(V, BLOCK_V)
-    commit_kernel[(V // block_v, H, L)](
-        state,
-        conv,
-        verify_k,
-        verify_u,
-        verify_g,
-        verify_conv,
-        num_rows,
-        T_MAX=verify_k.shape[1],
-        C=conv.shape[2],
-        K=K,
-        V=V,
-        H=H,
-        ROWS=ROWS,
-        BV=block_v,
-        DOT_PRECISION=DOT_PRECISION,
-        num_warps=4,
-        num_stages=1,
-        **pdl_options(),
-    )
