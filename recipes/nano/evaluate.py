@@ -23,6 +23,7 @@ from soloist import LLM, SamplingParams
 from soloist.models import load_model
 from soloist.tokenizer import Tokenizer
 from soloist.train.documents import Documents
+from soloist.train.evaluate import distinct_ratio
 from soloist.train.packed import final_norm_packed, forward_packed
 
 NUM_PROMPTS, MAX_TOKENS = 100, 128
@@ -30,12 +31,6 @@ NGRAM_ORDER = 5
 PACK_TOKENS = 16384
 # A parser's flag, as `codeop` uses it: text that may go on is told from text that is wrong.
 ALLOW_INCOMPLETE = 0x4000
-
-
-def distinct_share(tokens: list[int], n: int = 4) -> float:
-    """Give the share of different n-grams among all; 1 if there are none."""
-    grams = list(zip(*(tokens[i:] for i in range(n)), strict=False))
-    return len(set(grams)) / len(grams) if grams else 1.0
 
 
 def parses(prompt: str, completion: str, is_ended: bool) -> bool:
@@ -76,7 +71,7 @@ def complete(llm: LLM, prompts: list[dict]) -> list[dict]:
                 "source": prompt["source"],
                 "path": prompt["path"],
                 "tokens": len(answer.token_ids),
-                "distinct_4_grams": round(distinct_share(list(answer.token_ids)), 4),
+                "distinct_4_grams": round(distinct_ratio(answer.token_ids), 4),
                 "parses": parses(prompt["text"], answer.text, is_ended),
                 "prompt": prompt["text"],
                 "completion": answer.text,

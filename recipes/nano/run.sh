@@ -3,7 +3,8 @@
 # All of soloist-nano on one GPU, from the repository root: training, its figures, both drafts, their figures.
 # CORPUS is what prepare_data.py, train_tokenizer.py and prompts.py wrote. OUT/run.log says how far it is, OUT/DONE that
 # it has ended; OUT/train/target is a checkpoint from the first minute on. Run again after an interruption, it goes on
-# from there. Takes TARGET_SECONDS + DRAFT_SECONDS + about 480 s. PYTHON chooses the interpreter.
+# from there. Takes TARGET_SECONDS + DRAFT_SECONDS + about 480 s. PYTHON chooses the interpreter. FLAGS for
+# train.py, if given, save trying which of them work.
 D=$1; W=$2; T=${3:-380}; S=${4:-140}
 mkdir -p "$W"; exec >> "$W/run.log" 2>&1; rm -f "$W/DONE"
 export PYTHONPATH=$PWD/src:$PYTHONPATH PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore
@@ -11,9 +12,9 @@ PY=${PYTHON:-python3}; HERE=recipes/nano
 say() { echo "[$(date +%T)] $*"; }
 soloist() { timeout $LIMIT "$PY" -c "import sys; from soloist.cli import main; sys.exit(main(sys.argv[1:]))" "$@"; }
 say "start: target $T s, drafts $S s"
-DEVICE=cpu; LIMIT=3600; FLAGS="--device cpu --num-tokens 512 --no-polish"
-if nvidia-smi -L; then
-    DEVICE=cuda; LIMIT=150
+if ! nvidia-smi -L; then
+    DEVICE=cpu; LIMIT=3600; FLAGS="--device cpu --num-tokens 512 --no-polish"
+elif DEVICE=cuda; LIMIT=150; [ -z "${FLAGS+given}" ]; then
     # Everything once, the last part included: what it compiles is kept, and what fails is done without.
     for FLAGS in "" "--plain" "--no-polish" "--plain --no-polish"; do
         timeout 240 "$PY" $HERE/train.py --data "$D" --out "$W/smoke" --seconds 5 $FLAGS && break
@@ -33,7 +34,7 @@ for name in target half plain; do
         [ -f "$W/evaluation-$name.json" ] && break
     done &
 done; wait
-# Each goal counts up to where it is met; of equals the first.
+# Each goal counts up to where it is met; of equals the first, where checkpoints of other runs may lie beside.
 M=$W/train/$("$PY" - "$W" <<'P'
 import json, pathlib, sys
 def score(name):
@@ -42,12 +43,13 @@ def score(name):
         return -1
     found = json.loads(file.read_text())
     return min(found["parsing_share"], 0.6) + min(found["distinct_4_gram_ratio_mean"], 0.6)
-print(max(["target", "half", "plain"], key=score))
+others = sorted(path.name for path in pathlib.Path(sys.argv[1], "train").iterdir() if path.is_dir())
+print(max(["target", "half", "plain", *others], key=score))
 P
 )
 say "measured; chosen: $M"; basename "$M" > "$W/chosen"
 drafts() {
-    timeout $((S + LIMIT + 50)) "$PY" $HERE/train_drafts.py --model "$M" --prompts "$D/draft_prompts.jsonl" \
+    OMP_NUM_THREADS=4 timeout $((S + LIMIT + 50)) "$PY" $HERE/train_drafts.py --model "$M" --prompts "$D/draft_prompts.jsonl" \
         --out "$W/drafts" --seconds "$S" --num-prompts "${DRAFT_PROMPTS:-36000}" --device $DEVICE --blocks "$@"
 }
 drafts; say "answers: exit code $?"

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from soloist.models.bailing_moe_v3 import BailingMoeV3Config, BailingMoeV3ForCausalLM, BailingMoeV3MTP
 from soloist.models.loader import Placement, RandomSource
+from soloist.train.evaluate import distinct_ratio
 from soloist.train.generate import Request, generate
 from soloist.train.parameters import TrainableSource
 
@@ -55,12 +56,14 @@ class Settings:
     bias_step: float = 4e-3
     # Where unlikelihood training begins, at a share of the full rate that falls to nothing at the end.
     polish_start: float = 0.85
-    polish_rate: float = 0.2
+    polish_rate: float = 0.1
     polish_weight: float = 1.0
+    # It rests while this share of the runs of four tokens in continuations is distinct: more costs likelihood.
+    distinct_goal: float = 0.7
     # Continuations generated at once, tokens of each, and the run that may not come twice.
     num_continuations: int = 2048
     continuation_len: int = 128
-    run_len: int = 6
+    run_len: int = 10
     # Steps between two lines of the log, and seconds between two checkpoints.
     log_every: int = 50
     save_every_s: float = 60.0
@@ -176,8 +179,13 @@ class Trainer:
         other = torch.log(-torch.expm1(-losses.clamp(min=1e-6)))
         return -(other * is_repeat).sum() / (batch.labels >= 0).sum()
 
-    def continue_prompts(self) -> list[tuple[Batch, Tensor]]:
-        """Continue prompts from the training documents greedily; gives what `pack_answers` does."""
+    def continue_prompts(self) -> tuple[list[tuple[Batch, Tensor] | None], float]:
+        """Continue prompts from the training documents greedily.
+
+        Returns:
+            What `pack_answers` gives, or as many Nones where the continuations are varied enough; and the mean share
+            of distinct runs of four tokens in them.
+        """
         s = self.settings
         requests = [
             Request(prompt_ids=tuple(prompt), temperature=0.0) for prompt in self.prompts.draw(s.num_continuations)
@@ -191,7 +199,9 @@ class Trainer:
             seed=0,
             dtype=self.dtype,
         )
-        return pack_answers(answers, s.num_tokens, s.run_len, self.end, self.device)
+        share = float(np.mean([distinct_ratio(answer.token_ids[answer.num_prompt :]) for answer in answers]))
+        continued = pack_answers(answers, s.num_tokens, s.run_len, self.end, self.device)
+        return [None if share >= s.distinct_goal else pack for pack in continued], share
 
     def evaluate(self) -> dict[str, float]:
         """Give the held-out losses, in nats a token; with gradients that nobody takes, as they are compiled anyway."""
@@ -248,7 +258,7 @@ class Trainer:
         self.report(progress, self.step(progress))
         last_save = time.perf_counter()
         self.start_s = last_save - progress * s.seconds
-        polish: list[tuple[Batch, Tensor]] = []
+        polish: list[tuple[Batch, Tensor] | None] = []
         # Checkpoints that are kept of the way, and where.
         marks = {"plain": s.polish_start, "half": (1.0 + s.polish_start) / 2}
         marks = {name: mark for name, mark in marks.items() if progress <= mark < 1.0}
@@ -261,13 +271,15 @@ class Trainer:
                 self.save(name, progress)
                 self.report(progress, {}, **self.evaluate())
             is_new = progress >= s.polish_start and not polish
+            more = {}
             if is_new:
-                polish = self.continue_prompts()
+                polish, share = self.continue_prompts()
+                more["distinct"] = round(share, 4)
             figures = self.step(progress, polish.pop() if polish else None)
             if self.num_steps % s.log_every == 0 or is_new:
                 if not math.isfinite(float(figures["loss"])):
                     raise SystemExit(f"the loss is {float(figures['loss'])} at step {self.num_steps}")
-                self.report(progress, figures)
+                self.report(progress, figures, **more)
             if time.perf_counter() - last_save > s.save_every_s:
                 self.save("target", progress)
                 self.report(progress, figures, **self.evaluate())
