@@ -117,12 +117,16 @@ def test_a_near_tie_is_told_from_a_difference(tmp_path: Path):
     path = write_checkpoint(tmp_path, "llama", seed=3, **sizes)
     reference = load_model(path, dtype=torch.float32)
     rounded = load_model(path, dtype=torch.bfloat16, weights_dtype="int8")
-    found = [near_tie(rounded, reference, prompt_of(12, 256, seed=i), 256) for i in range(8)]
+    prompts = [prompt_of(12, 256, seed=i) for i in range(8)]
+    found = [near_tie(rounded, reference, prompt, 256) for prompt in prompts]
     for one in found:
         assert one["is_near_tie"] == (one["top_two_gap"] < 2 * one["logit_error"]) and one["logit_error"] < 0.2
     assert not all(one["is_near_tie"] for one in found)
+    # The largest error of them all.
+    largest = max(one["logit_error"] for one in found)
+    assert near_tie(rounded, reference, prompts[0], 256, prompts[1:])["logit_error"] == pytest.approx(largest)
     # A model that is right has no near-ties.
-    assert not any(near_tie(reference, reference, [1, 2, i], 256)["is_near_tie"] for i in range(5))
+    assert not any(near_tie(reference, reference, prompt, 256, prompts)["is_near_tie"] for prompt in prompts)
 
 
 def test_a_greedy_difference_outside_fp32_needs_the_reference(tmp_path: Path, monkeypatch):

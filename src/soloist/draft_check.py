@@ -11,7 +11,7 @@ Owns the checks and the report. Loads nothing but, for a near-tie, the reference
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -221,7 +221,8 @@ def _check_greedy(
         found: dict[str, Any] = {"prompt": i, "at": at, "is_near_tie": False}
         if at is not None and runner.model.dtype is not torch.float32:
             reference = reference or load_reference()
-            found |= near_tie(runner.model, reference, [*prompt, *one.tokens[:at]], runner.buffers.num_tokens)
+            texts = [[*p, *answer.tokens] for p, answer in zip(prompts, plainly, strict=True)]
+            found |= near_tie(runner.model, reference, [*prompt, *one.tokens[:at]], runner.buffers.num_tokens, texts)
         differences.append(found)
     num_ties = sum(found["is_near_tie"] for found in differences)
     num_equal = len(prompts) - len(differences)
@@ -237,35 +238,48 @@ def _check_greedy(
 
 
 @torch.inference_mode()
-def near_tie(model: CausalLM, reference: CausalLM, ids: Sequence[int], num_tokens: int) -> dict[str, Any]:
+def near_tie(
+    model: CausalLM, reference: CausalLM, ids: Sequence[int], num_tokens: int, texts: Iterable[Sequence[int]] = ()
+) -> dict[str, Any]:
     """Say whether the token behind a sequence is a near-tie: its two likeliest logits are within the error of logits.
 
-    The error is the largest along the sequence: at a single position it may be small by chance.
+    The error is the largest along the sequence and others: at a single position it may be small by chance.
 
     Args:
         model: whose answers differ.
         reference: the same in fp32, on any device.
         ids: prompt and answer before the first difference.
         num_tokens: ids that may be drawn.
+        texts: other sequences of the same kind.
     """
-    wanted = read_sequence(reference, ids)[0][:, :num_tokens]  # (T, N)
-    return judge_tie(wanted, read_sequence(model, ids)[0][:, :num_tokens])
+
+    def read(sequence: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        wanted, got = (read_sequence(one, sequence)[0][:, :num_tokens] for one in (reference, model))  # (T, N) each
+        return wanted, got
+
+    error = max((logit_error(*read(text)) for text in texts), default=0.0)
+    return judge_tie(*read(ids), least_error=error)
 
 
-def judge_tie(wanted: torch.Tensor, got: torch.Tensor) -> dict[str, Any]:
+def judge_tie(wanted: torch.Tensor, got: torch.Tensor, least_error: float = 0.0) -> dict[str, Any]:
     """Hold the gap between the two likeliest tokens behind a sequence against the error of its logits.
 
     Args:
         wanted: (T, N) of the fp32 reference, behind each token.
         got: (T, N) of the model.
+        least_error: of its logits, as measured elsewhere.
     """
-    got = got.to(wanted)
-    top = wanted.topk(2)  # (T, 2)
-    gap = float(top.values[-1, 0] - top.values[-1, 1])
-    # A common shift changes no token.
-    difference = (got - wanted).gather(1, top.indices)  # (T, 2)
-    error = float((difference[:, 0] - difference[:, 1]).abs().max() / 2)
+    top = wanted[-1].topk(2)
+    gap = float(top.values[0] - top.values[1])
+    error = max(least_error, logit_error(wanted, got))
     return {"top_two_gap": gap, "logit_error": error, "is_near_tie": gap < 2 * error}
+
+
+def logit_error(wanted: torch.Tensor, got: torch.Tensor) -> float:
+    """Give the largest error of logits (T, N), of the two that the reference finds likeliest in each row."""
+    difference = (got.to(wanted) - wanted).gather(1, wanted.topk(2).indices)  # (T, 2)
+    # A common shift changes no token.
+    return float((difference[:, 0] - difference[:, 1]).abs().max() / 2)
 
 
 @torch.inference_mode()

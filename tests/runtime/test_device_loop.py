@@ -166,9 +166,15 @@ def test_a_loop_ends_with_the_step_in_which_the_host_asks(model: CausalLM, max_d
         next(generation)
     unread = []
     drain = generation._drain
-    generation._drain = lambda: unread.extend(drain()) or []
+
+    def drain_and_look() -> list:
+        unread.extend(drain())
+        # Behind it only the buffers are put to an end.
+        assert torch.cuda.current_stream().query(), "the loop goes on behind a request that was closed"
+        return []
+
+    generation._drain = drain_and_look
     generation.close()
-    assert torch.cuda.current_stream().query(), "the loop goes on behind a request that was closed"
     committed = generation.token_ids + [token for record in unread for token in record.token_ids]
     assert committed == want[: len(committed)]
     assert int(engine.runner.cache.context_len) == len(prompt) - 1 + len(committed)

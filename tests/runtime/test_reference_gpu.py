@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from soloist.draft_check import near_tie
+from soloist.draft_check import near_tie, read_sequence
 from soloist.engine import Engine
 from soloist.errors import DoesNotFitError
 from soloist.hub import DEFAULT_MODEL, built_in_config, local_path
 from soloist.models import load_model
-from soloist.models.cache import StepKind
 from soloist.models.causal_lm import CausalLM
 from soloist.runtime.graph import Execution
 from soloist.runtime.runner import ModelRunner
@@ -22,33 +21,35 @@ MAX_TOKENS = 64
 PROMPTS = ("The three laws of thermodynamics are", "def quicksort(items):\n", "Once upon a time,", "1, 2, 3, 4,")
 
 
-def likeliest(reference: CausalLM, ids: list[int], num_prompt: int, num_tokens: int) -> list[int]:
-    """Tokens that a model finds likeliest behind each part of a sequence, from its prompt on."""
-    cache = reference.make_cache(len(ids), 1)
-    with torch.inference_mode():
-        hidden = reference.forward(torch.tensor(ids), cache, StepKind.PREFILL)
-        return reference.compute_logits(hidden[num_prompt - 1 : -1])[:, :num_tokens].argmax(-1).tolist()
-
-
-def check_greedy_text(model: CausalLM, reference: CausalLM, prompt: list[int], num_tokens: int) -> int:
-    """Hold an answer to the reference's, up to the first near-tie; tokens up to there."""
+def answer(model: CausalLM, prompt: list[int], num_tokens: int) -> list[int]:
+    """Answer greedily, with all that is fastest on the device."""
     runner = ModelRunner(model, max_context_len=len(prompt) + MAX_TOKENS, num_tokens=num_tokens, chunk_tokens=24)
     engine = Engine(runner, eos_token_ids=(), execution=Execution.best_for(model.device))
-    answer = [t for result in engine.generate(prompt, SamplingParams(max_tokens=MAX_TOKENS)) for t in result.token_ids]
-    want = likeliest(reference, [*prompt, *answer], len(prompt), num_tokens)
-    at = next((i for i, (a, b) in enumerate(zip(answer, want, strict=True)) if a != b), None)
-    if at is None:
-        return len(answer)
-    tie = near_tie(model, reference, [*prompt, *answer[:at]], num_tokens)
-    assert tie["is_near_tie"], f"token {at} differs: {tie}"
-    return at
+    return [t for result in engine.generate(prompt, SamplingParams(max_tokens=MAX_TOKENS)) for t in result.token_ids]
+
+
+@torch.inference_mode()
+def check_greedy_texts(model: CausalLM, reference: CausalLM, prompts: list[list[int]], num_tokens: int) -> list[int]:
+    """Hold answers to the reference's, each up to its first near-tie; how many tokens that is."""
+    answers = [answer(model, prompt, num_tokens) for prompt in prompts]
+    texts = [[*prompt, *tokens] for prompt, tokens in zip(prompts, answers, strict=True)]
+    same = []
+    for prompt, tokens, text in zip(prompts, answers, texts, strict=True):
+        logits, _ = read_sequence(reference, text[:-1])
+        want = logits[len(prompt) - 1 :, :num_tokens].argmax(-1).tolist()
+        same.append(next((i for i, (a, b) in enumerate(zip(tokens, want, strict=True)) if a != b), len(tokens)))
+        if same[-1] < len(tokens):
+            tie = near_tie(model, reference, text[: len(prompt) + same[-1]], num_tokens, texts)
+            assert tie["is_near_tie"], f"token {same[-1]} differs: {tie}"
+    return same
 
 
 @needs_gpu
 def test_greedy_text_on_a_gpu_is_that_of_the_reference(model: CausalLM, folder: Path, request: pytest.FixtureRequest):
     family = request.node.callspec.params["model"]
     reference = load_model(folder / family, dtype=torch.float32)
-    found = [check_greedy_text(model, reference, prompt_of(model, seed), model.config.vocab_size) for seed in range(4)]
+    prompts = [prompt_of(model, seed) for seed in range(4)]
+    found = check_greedy_texts(model, reference, prompts, model.config.vocab_size)
     print(family, found)
 
 
@@ -59,7 +60,8 @@ def test_greedy_text_of_the_default_model_on_a_gpu_is_that_of_the_reference():
     assert path is not None
     tokenizer = Tokenizer.load(path)
     model, reference = load_model(path, device="cuda"), load_model(path, dtype=torch.float32)
-    found = [check_greedy_text(model, reference, tokenizer.encode(text), tokenizer.num_tokens) for text in PROMPTS]
+    prompts = [tokenizer.encode(text) for text in PROMPTS]
+    found = check_greedy_texts(model, reference, prompts, tokenizer.num_tokens)
     print("tokens up to a near-tie", found)
     assert max(found) >= 16, "every answer parts at once: that is no matter of near-ties"
 
@@ -77,9 +79,9 @@ def test_the_largest_context_that_is_named_fits_on_a_gpu(monkeypatch: pytest.Mon
     try:
         with pytest.raises(DoesNotFitError, match="the largest context that fits is") as refused:
             # Its cache alone is larger than what is free.
-            ModelRunner(model, max_context_len=32768, max_width=16)
+            ModelRunner(model, max_context_len=32768)
         largest = int(str(refused.value).rsplit("is ", 1)[1].split()[0])
-        engine = Engine(ModelRunner(model, max_context_len=largest, max_width=16), eos_token_ids=())
+        engine = Engine(ModelRunner(model, max_context_len=largest), eos_token_ids=())
         prompt = torch.randint(model.config.vocab_size, (largest - 20,)).tolist()
         results = list(engine.generate(prompt, SamplingParams(max_tokens=20)))
         assert sum(len(result.token_ids) for result in results) == 20

@@ -114,7 +114,9 @@ def test_replayed_drafts_are_those_of_eager_steps(folder: Path, name: str, famil
             torch.cuda.set_sync_debug_mode("default")
             texts.append(tokens)
             kept.append(generation.stats.accepted)
-    assert texts[:2] == texts[2:] and kept[:2] == kept[2:]
+    assert texts[:2] == texts[2:]
+    # Drafting is turned off by what the host has read, a few steps later where steps are ahead of it.
+    assert is_adaptive or kept[:2] == kept[2:]
     assert all(len(text) == 40 for text in texts)
     if name == "twin" and not is_adaptive:
         assert min(kept) > 20
