@@ -37,7 +37,9 @@ def main() -> None:
     model_bench.measure_bandwidth = lambda device: 100.0
     model_bench.load_model = partial(model_bench.load_model, dtype=torch.float32)
     decode_tp_gpu.MOST_STEPS, decode_tp_gpu.ANSWER_TOKENS, decode_tp_gpu.NUM_LOTS = 14, 40, 2
-    config = miniature_config("bailing_moe_v3", num_attention_heads=4, num_key_value_heads=4)
+    # Of sizes that 4 ranks can share.
+    sizes = {"moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 24}
+    config = miniature_config("bailing_moe_v3", num_attention_heads=4, num_key_value_heads=4, **sizes)
     arguments = argparse.Namespace(model="miniature", cases=cases, out=Path(folder), commit="none")
     decode_tp_gpu.run_rank(arguments, config, "cpu", context_len=CONTEXT_LEN, room=ROOM)
 
