@@ -7,8 +7,8 @@ One program per multiprocessor, all there at once:
    ascending order, with the tokens that take it.
 2. A warp takes the gate and up row of one (slot, f) at a time: weights in registers, times the slot's tokens alone, so
    the arithmetic grows with the choices and not with slots times tokens, and CUDA cores keep up with the memory.
-3. A warp that has no more of these asks for the weights of its outputs of D, waits until all programs have come as far,
-   and sums over the slots.
+3. With its last of these a warp asks for the first rows of its outputs of D, into a ring in shared memory; it waits
+   until all programs have come as far, and sums over the slots, asking for a row for each that it used.
 
 A row's sum runs over its own slots in ascending order: it has the same bits in any company and at any width.
 """
@@ -30,8 +30,13 @@ MAX_ROWS = 16
 # Bytes of the next launch's weights that the experts ask for, measured on one H200, `docs/log.md`.
 READ_AHEAD_BYTES = 12 << 20
 AHEAD_AT = 1
-# Shared memory that activations may take.
-_SHARED_BYTES = 160 * 1024
+# Numbers of tokens that have kernels of their own.
+_ROWS = (1, 4, 8, 12, MAX_ROWS)
+# Shared memory of a multiprocessor that a program may have, and the part of it that `act` may take.
+_SHARED_BYTES = 226 * 1024
+_ACT_BYTES = 160 * 1024
+# Most rows of a warp's ring.
+_MAX_DEPTH = 16
 
 _SOURCE = (
     PRELUDE
@@ -58,7 +63,19 @@ __device__ unsigned long long add_release(unsigned long long* p) {
     asm volatile("atom.add.release.gpu.global.u64 %0, [%1], 1;" : "=l"(before) : "l"(p) : "memory");
     return before;
 }
+// 16 bytes from global to shared memory that nobody waits for.
+__device__ void copy_piece(uint4* to, const uint4* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                 ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+}
+__device__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING> __device__ void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
 #else
+__device__ void copy_piece(uint4* to, const uint4* from) { *to = *from; }
+__device__ void end_copies() {}
+template <int PENDING> __device__ void wait_for_copies() {}
 __device__ unsigned long long load_acquire(const unsigned long long* p) { return *p; }
 __device__ unsigned long long add_release(unsigned long long* p) { return (*p)++; }
 #endif
@@ -237,8 +254,35 @@ __device__ void wait_for_all_programs(unsigned long long* arrivals) {
     __syncthreads();
 }
 
+// A warp's rows of W_down on their way: of one output after the other, of each slot after slot. A lane copies what it
+// alone reads.
+struct Ring {
+    uint4* pieces;
+    int unit, slot, at;
+
+    __device__ void ask(const Choice& s, int num_slots, int stride, const uint4* down, const uint4* shared_down) {
+        const int lane = threadIdx.x % 32, l = lane % LANES_PER_OUTPUT;
+        const int d = unit * OUTPUTS_PER_WARP + lane / LANES_PER_OUTPUT;
+        if (d < HIDDEN && num_slots) {
+            const int expert = s.expert[slot];
+            const uint4* p = expert < NUM_EXPERTS
+                ? down + ((size_t)expert * HIDDEN + d) * F_PIECES
+                : shared_down + ((size_t)d * NUM_SHARED + (expert - NUM_EXPERTS)) * F_PIECES;
+#pragma unroll
+            for (int j = 0; j < F_LOADS; ++j)
+                if (l + LANES_PER_OUTPUT * j < F_PIECES)
+                    copy_piece(pieces + (at * F_LOADS + j) * 32, p + l + LANES_PER_OUTPUT * j);
+        }
+        if (++slot >= num_slots) slot = 0, unit += stride;
+        at = at + 1 == DEPTH ? 0 : at + 1;
+        // Also of nothing: rows are waited for by their number.
+        end_copies();
+    }
+};
+
 // act (T, CHOICES, WIDTH); out (T, HIDDEN) = residual + sum over slots of weight * W_down act, residual may be null.
-// Dynamic shared memory: h (T, HIDDEN), in its place then act, if that is to be copied; behind them every lane's sums.
+// Dynamic shared memory: h (T, HIDDEN), in its place then act, if that is to be copied; every lane's sums; the rings of
+// the warps that have outputs.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 experts(const uint4* x, const uint4* norm_weight, float eps, int T, const float* logits, const float* bias,
         const int* width, const uint4* gate_up, const uint4* shared_gate_up, const uint4* down,
@@ -250,7 +294,10 @@ experts(const uint4* x, const uint4* norm_weight, float eps, int T, const float*
     const int first = warp * gridDim.x + blockIdx.x, stride = gridDim.x * WARPS;
     __shared__ Choice s;
     DYNAMIC_SHARED(uint4, h);
-    float* sum = (float*)(h + T * max(D_PIECES, copies_act ? CHOICES * F_PIECES : 0)) + warp * T * 32 + lane;
+    float* sums = (float*)(h + T * max(D_PIECES, copies_act ? CHOICES * F_PIECES : 0));
+    float* sum = sums + warp * T * 32 + lane;
+    Ring ring = {(uint4*)(sums + WARPS * T * 32) + warp * DEPTH * F_LOADS * 32 + lane, first, 0, 0};
+    const bool has_outputs = first * OUTPUTS_PER_WARP < HIDDEN;
     float add[PER_LANE];
     load_run(bias, add);
     if (warp == 0)
@@ -271,6 +318,7 @@ experts(const uint4* x, const uint4* norm_weight, float eps, int T, const float*
     choose_experts(s, num_tokens, logits, add);
 
     const int num_slots = num_tokens ? s.num_slots : 0;
+    bool has_asked = !has_outputs;
     for (int item = first; item < num_slots * WIDTH; item += stride) {
         const int slot = item / WIDTH, f = item % WIDTH, expert = s.expert[slot];
         const bool is_shared = expert >= NUM_EXPERTS;
@@ -284,6 +332,10 @@ experts(const uint4* x, const uint4* norm_weight, float eps, int T, const float*
                 gate[j] = load_weights(p + lane + 32 * j);
                 up[j] = load_weights(p_up + lane + 32 * j);
             }
+        if (!has_asked && item + stride >= num_slots * WIDTH) {
+            has_asked = true;
+            for (int i = 0; i < DEPTH; ++i) ring.ask(s, num_slots, stride, down, shared_down);
+        }
         const float bound = is_shared ? shared_limit : limit;
         for (unsigned tokens = s.tokens[slot]; tokens; tokens &= tokens - 1) {
             const int t = __ffs(tokens) - 1;
@@ -307,49 +359,38 @@ experts(const uint4* x, const uint4* norm_weight, float eps, int T, const float*
         }
     }
 
+    if (!has_asked)
+        for (int i = 0; i < DEPTH; ++i) ring.ask(s, num_slots, stride, down, shared_down);
+    if (AHEAD_AT == 1 && asks) prefetch_run(upcoming + (size_t)distance * blockIdx.x, num_bytes);
+    wait_for_all_programs(arrivals);
+    if (copies_act) {
+        for (int i = threadIdx.x; i < num_tokens * CHOICES * F_PIECES; i += THREADS) h[i] = __ldcg(act + i);
+        __syncthreads();
+    }
+    const uint4* a = copies_act ? h : act;
     const int l = lane % LANES_PER_OUTPUT;
-    bool is_first = true;
-    for (int unit = first; is_first || unit * OUTPUTS_PER_WARP < HIDDEN; unit += stride) {
+    int at = 0;
+    for (int unit = first; unit * OUTPUTS_PER_WARP < HIDDEN; unit += stride) {
         const int d = unit * OUTPUTS_PER_WARP + lane / LANES_PER_OUTPUT;
         const bool is_output = d < HIDDEN;
         for (int t = 0; t < T; ++t)
             sum[t * 32] = l == 0 && is_output && residual ? low(residual[(size_t)t * HIDDEN + d]) : 0.f;
-        for (int slots = 0; is_first || slots < num_slots; slots += SLOTS_AT_ONCE) {
-            uint4 w[SLOTS_AT_ONCE][F_LOADS];
+        for (int slot = 0; slot < num_slots; ++slot) {
+            wait_for_copies<DEPTH - 1>();
+            uint4 w[F_LOADS];
 #pragma unroll
-            for (int i = 0; i < SLOTS_AT_ONCE; ++i)
-                if (slots + i < num_slots && is_output) {
-                    const int expert = s.expert[slots + i];
-                    const uint4* p = expert < NUM_EXPERTS
-                        ? down + ((size_t)expert * HIDDEN + d) * F_PIECES
-                        : shared_down + ((size_t)d * NUM_SHARED + (expert - NUM_EXPERTS)) * F_PIECES;
+            for (int j = 0; j < F_LOADS; ++j) w[j] = ring.pieces[(at * F_LOADS + j) * 32];
+            at = at + 1 == DEPTH ? 0 : at + 1;
+            for (unsigned tokens = is_output ? s.tokens[slot] : 0; tokens; tokens &= tokens - 1) {
+                const int t = __ffs(tokens) - 1, mine = slot * ROWS + t;
+                const uint4* p = a + (size_t)(t * CHOICES + s.place[mine]) * F_PIECES + l;
+                float even = 0.f, odd = 0.f;
 #pragma unroll
-                    for (int j = 0; j < F_LOADS; ++j)
-                        if (l + LANES_PER_OUTPUT * j < F_PIECES) w[i][j] = load_weights(p + l + LANES_PER_OUTPUT * j);
-                }
-            if (is_first) {
-                is_first = false;
-                if (AHEAD_AT == 1 && asks) prefetch_run(upcoming + (size_t)distance * blockIdx.x, num_bytes);
-                wait_for_all_programs(arrivals);
-                if (copies_act) {
-                    for (int i = threadIdx.x; i < num_tokens * CHOICES * F_PIECES; i += THREADS) h[i] = __ldcg(act + i);
-                    __syncthreads();
-                }
+                for (int j = 0; j < F_LOADS; ++j)
+                    if (l + LANES_PER_OUTPUT * j < F_PIECES) multiply(w[j], p[LANES_PER_OUTPUT * j], even, odd);
+                sum[t * 32] += s.weight[mine] * (even + odd);
             }
-            const uint4* a = copies_act ? h : act;
-#pragma unroll
-            for (int i = 0; i < SLOTS_AT_ONCE; ++i) {
-                unsigned tokens = is_output && slots + i < num_slots ? s.tokens[slots + i] : 0;
-                for (; tokens; tokens &= tokens - 1) {
-                    const int t = __ffs(tokens) - 1, mine = (slots + i) * ROWS + t;
-                    const uint4* p = a + (size_t)(t * CHOICES + s.place[mine]) * F_PIECES + l;
-                    float even = 0.f, odd = 0.f;
-#pragma unroll
-                    for (int j = 0; j < F_LOADS; ++j)
-                        if (l + LANES_PER_OUTPUT * j < F_PIECES) multiply(w[i][j], p[LANES_PER_OUTPUT * j], even, odd);
-                    sum[t * 32] += s.weight[mine] * (even + odd);
-                }
-            }
+            ring.ask(s, num_slots, stride, down, shared_down);
         }
         for (int t = 0; t < T; ++t) {
             const float y = sum_of_lanes<LANES_PER_OUTPUT>(sum[t * 32]);
@@ -443,12 +484,25 @@ def run_experts(
             "sizes that are multiples of 8, up to 1024 experts in multiples of 32, groups that divide 32, up to 32 "
             "experts a token, and shared experts of a multiple of the experts' size"
         )
-    # A step of one token, and every other.
-    rows = 1 if T == 1 else MAX_ROWS
+    rows = min(rows for rows in _ROWS if rows >= T)
     # Two rows of D, 16 bytes a lane and piece, fit the registers of this many warps; of one token's rows they make the
     # fewest rounds.
     warps = 18 if D <= 2048 else 16
     lanes = _lanes_per_output(F)
+    device, num_programs = x.device, _num_programs(x.device)
+    num_choices = num_shared + router.num_experts_per_tok
+    copies_act = rows * num_choices * F * 2 <= _ACT_BYTES
+    of_rows = max(2 * D, 2 * num_choices * F if copies_act else 0) + 4 * 32 * warps
+    # Per slot what `Choice` holds, and what else it does.
+    num_slots = num_shared + min(rows * router.num_experts_per_tok, E)
+    of_choice = num_slots * (8 + 5 * rows) + 8 * rows * router.num_experts_per_tok + 1024
+    # Of warps that have outputs, a row for each output that it computes side by side.
+    of_rings = min(warps, -(-D * lanes // (32 * num_programs))) * -(-F // (8 * lanes)) * 512
+    depth = min(_MAX_DEPTH, num_slots, (_SHARED_BYTES - of_choice - rows * of_rows) // of_rings)
+    if depth < 1:
+        raise UnsupportedError(
+            f"{T} tokens, a hidden size of {D} and experts of size {F} do not fit into a multiprocessor's shared memory"
+        )
     definitions = {
         "HIDDEN": D,
         "WIDTH": F,
@@ -462,15 +516,10 @@ def run_experts(
         "AHEAD_AT": AHEAD_AT,
         "ROUTED_SCALE": f"{float(router.routed_scaling_factor)!r}f",
         "LANES_PER_OUTPUT": lanes,
-        # So that a lane has 14 pieces at most on their way.
-        "SLOTS_AT_ONCE": max(1, 14 // -(-F // (8 * lanes))),
+        "DEPTH": depth,
     } | ({"HAS_PDL": 1} if pdl_options()["PDL"] else {})
-    device = x.device
-    act = torch.empty((T, num_shared + router.num_experts_per_tok, F), dtype=x.dtype, device=device)
+    act = torch.empty((T, num_choices, F), dtype=x.dtype, device=device)
     out = torch.empty_like(x)
-    act_bytes = act.numel() * act.element_size()
-    copies_act = act_bytes <= _SHARED_BYTES
-    num_programs = _num_programs(device)
     ahead = next(iter(shares(upcoming, READ_AHEAD_BYTES, num_programs)), None)
     kernel = load_kernel(_SOURCE, "experts", tuple((key, str(value)) for key, value in definitions.items()), device)
     launch(
@@ -479,6 +528,6 @@ def run_experts(
         inf if limit is None else limit, inf if shared_limit is None else shared_limit,
         x if adds_residual else None, act, int(copies_act), _arrivals(device),
         *((None, 0, 0) if ahead is None else ahead), out,
-        shared_bytes=max(T * D * 2, act_bytes if copies_act else 0) + warps * T * 32 * 4,
+        shared_bytes=T * of_rows + depth * of_rings,
     )  # fmt: skip
     return out
