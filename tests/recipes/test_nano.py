@@ -1,5 +1,6 @@
 """The recipe of soloist-nano: its corpus, its packs, its forward pass against the training forms, its measurements."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -124,12 +125,15 @@ def test_a_few_steps_lower_the_loss_and_the_checkpoint_is_read_back(config, tmp_
         continuation_len=12,
         run_len=2,
         polish_weight=30.0,
+        distinct_goal=1.1,
     )
     trainer = train.Trainer(settings, tmp_path, tmp_path, torch.device("cpu"), config)
     losses = [float(trainer.step(0.3)["loss"]) for _ in range(20)]
     assert np.mean(losses[-4:]) < np.mean(losses[:4]) - 0.5
     continued, share = trainer.continue_prompts()
-    assert 0 < share < settings.distinct_goal and sum(int(is_repeat.sum()) for _, is_repeat in continued) > 0
+    assert 0 < share < 1 and sum(int(is_repeat.sum()) for _, is_repeat in continued) > 0
+    trainer.settings = dataclasses.replace(settings, distinct_goal=0.0)
+    assert trainer.continue_prompts()[0] == [None] * len(continued)
     before = float(trainer.unlikelihood(*continued[0]))
     for _ in range(8):
         figures = trainer.step(0.3, continued[0])

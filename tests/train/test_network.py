@@ -14,7 +14,7 @@ from soloist.spec.dspark_config import random_config
 from soloist.spec.setup import DrafterSetup
 from soloist.train.batches import choose_texts, make_batch
 from soloist.train.capture import read_states
-from soloist.train.checkpoint import save_draft
+from soloist.train.checkpoint import config_json, save_draft
 from soloist.train.network import DraftNetwork
 from soloist.train.settings import DraftShape
 from tests.train.small import load_target, make_texts
@@ -29,7 +29,7 @@ def make_network(target: Any, markov: str | None = "vanilla", **overrides: Any) 
         num_hidden_layers=2,
         markov_head_type=markov,
         markov_rank=6,
-        target_layer_ids=(-1, 0, 1),
+        target_layer_ids=(-1, 0, 2),
         intermediate_size=34,
     )
     network = DraftNetwork(shape.config_for(target.config), target.embed_tokens)
@@ -132,7 +132,18 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path):
         with pytest.raises(UnsupportedError, match="full attention"):
             DraftNetwork(type(config)(**(fields | change)), target.embed_tokens)
     with pytest.raises(UnsupportedError, match="below the last"):
-        DraftShape(target_layer_ids=(2,)).config_for(target.config)
+        DraftShape(target_layer_ids=(3,)).config_for(target.config)
+
+
+def test_a_draft_that_reads_the_last_layer_says_which_state_it_means(tmp_path: Path):
+    target = load_target(tmp_path)
+    network = DraftNetwork(DraftShape(target_layer_ids=(0, 2)).config_for(target.config), target.embed_tokens)
+    assert config_json(network.config)["last_layer_is_raw"]
+    save_draft(tmp_path / "draft", network, lm_head=None)
+    setup = DrafterSetup(target=target, draft_path=tmp_path / "draft", max_context_len=40, num_tokens=60)
+    assert load_dspark(setup).model.config == network.config
+    below = DraftShape(target_layer_ids=(0, 1)).config_for(target.config)
+    assert "last_layer_is_raw" not in config_json(below)
 
 
 def test_every_text_has_its_turn_in_every_epoch_and_anchors_do_not_depend_on_the_batch(tmp_path: Path):

@@ -46,6 +46,8 @@ class DSparkConfig:
     confidence_input: ConfidenceInput | None
     # What the confidence's logit of each slot that predicts is divided by. None: it is not calibrated.
     confidence_temperatures: tuple[float, ...] | None = None
+    # Whether the target's last layer was recorded before the final norm. Our trainer's way; others' drafts do not say.
+    is_last_layer_raw: bool = False
 
     def __post_init__(self) -> None:
         L, ids = self.transformer.num_hidden_layers, self.target_layer_ids
@@ -111,7 +113,7 @@ class DSparkConfig:
                     " was trained for this target"
                 )
         last = target.num_hidden_layers - 1
-        if self.target_layer_ids[-1] >= last:
+        if self.target_layer_ids[-1] >= last + self.is_last_layer_raw:
             raise UnsupportedError(
                 f"the draft reads target layers {list(self.target_layer_ids)}; allowed are layers below the last,"
                 f" {last}, whose output some trainers record before the final norm and some behind it"

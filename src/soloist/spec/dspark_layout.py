@@ -168,6 +168,7 @@ def _read_flat(flat: dict[str, Any], *, is_dspark: bool) -> DSparkConfig:
     markov_head_type = _take_markov_type(reader, markov_rank)
     confidence_input = _take_confidence(reader, has_markov=markov_rank > 0)
     temperatures = reader.take_optional("confidence_temperatures", list)
+    is_last_layer_raw = reader.take_optional("last_layer_is_raw", bool) or False
     sizes = {key: reader.take_optional(key, int) for key in ("target_hidden_size", "draft_vocab_size")}
     transformer = DenseConfig.read(reader, default_head_dim=128)
     if sizes["target_hidden_size"] not in (None, transformer.hidden_size):
@@ -189,6 +190,7 @@ def _read_flat(flat: dict[str, Any], *, is_dspark: bool) -> DSparkConfig:
         markov_rank=markov_rank,
         confidence_input=confidence_input,
         confidence_temperatures=None if temperatures is None else tuple(float(t) for t in temperatures),
+        is_last_layer_raw=is_last_layer_raw,
     )
 
 

@@ -17,6 +17,9 @@ def config_json(config: DSparkConfig) -> dict[str, Any]:
     """Write a draft's config in DeepSpec's words."""
     t = config.transformer
     temperatures = config.confidence_temperatures
+    # What DeepSpec has no words for, if it is asked for.
+    own = {} if temperatures is None else {"confidence_temperatures": list(temperatures)}
+    own |= {"last_layer_is_raw": True} if config.is_last_layer_raw else {}
     return {
         "architectures": [ARCHITECTURE],
         "attention_bias": False,
@@ -44,7 +47,7 @@ def config_json(config: DSparkConfig) -> dict[str, Any]:
         "target_layer_ids": list(config.target_layer_ids),
         "tie_word_embeddings": False,
         "vocab_size": t.vocab_size,
-    } | ({} if temperatures is None else {"confidence_temperatures": list(temperatures)})
+    } | own
 
 
 def save_draft(

@@ -58,6 +58,8 @@ class DraftShape:
             transformer["intermediate_size"] = self.intermediate_size
         if self.mask_token_id is not None:
             fields["mask_token_id"] = self.mask_token_id
+        # States are captured as they leave a layer.
+        fields["is_last_layer_raw"] = config.target_layer_ids[-1] == target.num_hidden_layers - 1
         config = DSparkConfig(**(fields | {"transformer": type(config.transformer)(**transformer)}))
         config.check_target(target)
         return config
