@@ -30,8 +30,10 @@ constexpr int CHANNELS = V / CLUSTER, TILES = CHANNELS / 8;
 // A key channel, a query channel or a value channel a thread.
 constexpr int JOB_WARPS = (2 * K + CHANNELS + 31) / 32, WARPS = JOB_WARPS < 4 ? 4 : JOB_WARPS, THREADS = 32 * WARPS;
 constexpr int C = NUM_HEADS * (2 * K + V);
-// The operand of queries, then keys: rows of each.
-constexpr int HALF = ROWS <= 8 ? 8 : 16;
+// Clusters find their multiprocessors in groups of these: where there are many, two programs share one.
+constexpr int PER_MULTIPROCESSOR = NUM_HEADS * CLUSTER > 64 ? 2 : 1;
+// The operand of queries, then keys: rows of each. Rows in fours.
+constexpr int HALF = ROWS <= 8 ? 8 : 16, PADDED = (ROWS + 3) / 4 * 4;
 // A row of bf16 whose neighbours lie in other banks.
 constexpr int STRIDE = (2 * K + 95) / 128 * 64 + 16;
 
@@ -102,7 +104,7 @@ __device__ float dot(const Four& a, const Four& b) {
     return a.x[0] * b.x[0] + a.x[1] * b.x[1] + a.x[2] * b.x[2] + a.x[3] * b.x[3];
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 2)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, PER_MULTIPROCESSOR)
 kda_verify(const element* qkv, const element* f, const element* gate, const element* b, const element* conv_w,
            const float* a_log, const float* dt_bias, const element* o_norm, const float* state, const element* conv,
            float* verify_k, float* verify_u, float* verify_g, element* verify_conv, element* out, int T,
@@ -117,8 +119,8 @@ kda_verify(const element* qkv, const element* f, const element* gate, const elem
     auto& meets = *(unsigned short(*)[PARTS][2 * HALF][STRIDE])dynamic;
     __shared__ float met[2 * HALF][CHANNELS + 8], v[ROWS][CHANNELS];
     // [j][i]: k_i exp(G_i - G_j) k_j, i > j; q_i exp(G_i - G_j) k_j, i >= j.
-    __shared__ __align__(16) float of_keys[ROWS][ROWS], of_queries[ROWS][ROWS];
-    __shared__ float squares[K / 8][16], q_factor[ROWS], k_factor[ROWS], beta[ROWS], sums[CLUSTER][ROWS];
+    __shared__ __align__(16) float of_keys[ROWS][PADDED], of_queries[ROWS][PADDED];
+    __shared__ float squares[K / 8][16], q_factor[PADDED], k_factor[ROWS], beta[ROWS], sums[CLUSTER][PADDED];
 
     arrive_at_cluster();
     // The frozen state and the window: a step's end wrote them, so they may be read before the wait.
@@ -162,17 +164,16 @@ kda_verify(const element* qkv, const element* f, const element* gate, const elem
     if (job < ROWS) beta[job] = job < T ? sigmoid(to_float(b[job * b_stride + head])) : 0.f;
     float square[16], from_start = 1.f;
 #pragma unroll
-    for (int t = 0; t < 16; ++t) square[t] = 0.f;
+    for (int t = ROWS; t < 16; ++t) square[t] = 0.f;
 #pragma unroll
     for (int t = 0; t < ROWS; ++t) {
-        if (t >= T) break;
         window[t + 3] = to_float(raw[t]);
         float y = window[t] * taps[0] + window[t + 1] * taps[1] + window[t + 2] * taps[2] + window[t + 3] * taps[3];
         const element rounded = to_element(y * sigmoid(y));
         y = to_float(rounded);
         square[t] = y * y;
         // What every program has, each row's is kept by one.
-        const bool keeps = !is_row || t % CLUSTER == program;
+        const bool keeps = t < T && (!is_row || t % CLUSTER == program);
         if (keeps && (is_row || is_value)) verify_conv[(size_t)t * C + c] = raw[t];
         if (is_row) {
             const float log = log_decay(drive[t] + bias, rate), own = exponential(log);
@@ -200,7 +201,7 @@ kda_verify(const element* qkv, const element* f, const element* gate, const elem
 
     if (warp < TILES) {
         // (q, k) S: the products run over keys in another order, the same in both operands.
-        float sum[HALF / 8][PARTS][4] = {};
+        float sum[HALF / 8][PARTS][PARTS][4] = {};
 #pragma unroll
         for (int i = 0; i < K / 4; i += 4) {
             unsigned low_keys[PARTS], high_keys[PARTS];
@@ -223,16 +224,19 @@ kda_verify(const element* qkv, const element* f, const element* gate, const elem
                     const uint2 y = *(const uint2*)&meets[part][16 * m + g + 8][4 * i + 4 * piece];
 #pragma unroll
                     for (int other = 0; part + other < PARTS; ++other)
-                        multiply_tile(sum[m][part + other], x.x, y.x, x.y, y.y, low_keys[other], high_keys[other]);
+                        multiply_tile(sum[m][part][other], x.x, y.x, x.y, y.y, low_keys[other], high_keys[other]);
                 }
         }
 #pragma unroll
         for (int m = 0; m < HALF / 8; ++m)
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
+                // The small ones first.
                 float all = 0.f;
 #pragma unroll
-                for (int part = PARTS - 1; part >= 0; --part) all += sum[m][part][n];
+                for (int parts = PARTS - 1; parts >= 0; --parts)
+#pragma unroll
+                    for (int part = 0; part <= parts; ++part) all += sum[m][part][parts - part][n];
                 met[16 * m + g + n / 2 * 8][8 * warp + 2 * piece + n % 2] = all;
             }
     }
@@ -306,16 +310,15 @@ kda_verify(const element* qkv, const element* f, const element* gate, const elem
         for (int r = 0; r < 4; ++r) y[r] = met[own_row + r][channel];
 #pragma unroll
         for (int j = 0; j < ROWS; ++j) {
-            if (j >= own_row + 4) break;
             const float u = beta[j] * v[j][channel] - beta[j] * k_factor[j] * rest[j], of_key = k_factor[j] * u;
             if (j / 4 == warp && j < T && is_channel)
                 verify_u[((size_t)j * NUM_HEADS + head) * V + first + lane] = u;
 #pragma unroll
-            for (int t = j / 4 * 4; t < ROWS; t += 4) {
+            for (int t = (j + 1) / 4 * 4; t < ROWS; t += 4) {
                 const Four four = load_four(&of_keys[j][t]);
 #pragma unroll
                 for (int n = 0; n < 4; ++n)
-                    if (t + n > j) rest[t + n] += four.x[n] * of_key;
+                    if (t + n > j && t + n < ROWS) rest[t + n] += four.x[n] * of_key;
             }
             const Four four = load_four(&of_queries[j][own_row]);
 #pragma unroll
@@ -362,8 +365,8 @@ def verify(rows: KdaRows, weights: KdaWeights, cache: KdaCache, kept: KdaKept) -
             f"{qkv.dtype} heads of {K} keys and {V} values have no kernel that verifies; it takes bfloat16 and "
             "float32, keys in multiples of 16 up to 128 and values in multiples of 8 up to 256"
         )
-    # Loops over rows are unrolled: the fewer the better.
-    num_rows = min(n for n in (4, 8, 12, MAX_ROWS) if n >= T)
+    # Loops over rows are unrolled, pairs of rows belong together: the fewest that are even.
+    num_rows = T + T % 2
     channels = max(n for n in range(8, _MAX_CHANNELS + 1, 8) if V % n == 0 and V // n <= _MAX_PROGRAMS)
     programs = V // channels
     is_fp32 = qkv.dtype == torch.float32
