@@ -151,7 +151,7 @@ def _finish_head(
     tl.store(p_out, (b_y * tl.sigmoid(b_gate.to(tl.float32))).to(out_ptr.dtype.element_ty), mask=m_t)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def prepare_kernel(
     qkv_ptr,
     f_ptr,
@@ -227,7 +227,7 @@ def prepare_kernel(
     tl.store(u_ptr + p_v, tl.dot(b_m, b_v, input_precision=DOT_PRECISION))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def scan_kernel(
     w_ptr,
     q_ptr,
@@ -271,7 +271,7 @@ def scan_kernel(
     tl.store(p_state, b_state)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def finish_kernel(
     qkv_ptr,
     gate_ptr,

@@ -81,7 +81,7 @@ def _write_row(
     tl.store(p_cache + R + 2 * i_pair + 1, odd.to(dtype))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def prepare_kernel(
     q_ptr,
     kv_ptr,
@@ -162,7 +162,7 @@ def prepare_kernel(
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_query_rows"])
 def attention_kernel(
     query_ptr,
     latent_cache_ptr,
@@ -249,7 +249,7 @@ def attention_kernel(
     tl.store(partial_sum_ptr + o_row, b_sum, mask=m_m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def combine_kernel(
     partial_ptr,
     partial_max_ptr,
