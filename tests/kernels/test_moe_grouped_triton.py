@@ -40,8 +40,11 @@ def check_grouped(experts: torch.Tensor, E: int, *, limit: float | None) -> None
             y = moe._feed_forward(h[t : t + 1].float(), gate_up[e].float(), down[e].float(), limit)
             expected[t] += weights[t, a] * y[0]
     out = moe_grouped_triton.run_experts(h, experts, weights, gate_up, down, limit)
-    assert out.dtype is torch.float32
-    assert_near(out, expected, LIMIT)
+    assert out.dtype is DTYPE
+    assert_near(out.float(), expected, LIMIT)
+    residual, shared = rand(T, D), torch.randn(T, D, device=DEVICE)
+    out = moe_grouped_triton.run_experts(h, experts, weights, gate_up, down, limit, residual=residual, shared=shared)
+    assert_near(out.float(), residual.float() + expected + shared, LIMIT)
 
 
 def test_grouped_products_take_full_blocks_and_what_is_left():

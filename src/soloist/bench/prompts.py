@@ -15,7 +15,7 @@ EXCHANGE = "exchange"
 # Kinds of kernels by what their names hold, the first that does.
 _KINDS = {
     EXCHANGE: ("nccl",),
-    "experts": ("grouped_",),
+    "experts": ("grouped_", "sum_choices", "route_kernel"),
     "KDA": ("prepare_kernel", "scan_kernel", "finish_kernel"),
     "attention": ("flash", "fmha", "attention"),
     "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "gemv", "splitK"),

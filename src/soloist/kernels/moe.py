@@ -18,7 +18,7 @@ experts in ascending order, and rounded once.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ from soloist.kernels.linear import linear, norm_linear, norm_swiglu
 from soloist.kernels.norm import rms_norm, rms_norm_ref
 
 if HAS_TRITON:
-    from soloist.kernels import moe_grouped_triton, moe_step_cuda
+    from soloist.kernels import moe_grouped_triton, moe_route_triton, moe_step_cuda
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,12 +222,10 @@ def _moe_prompt(
     """Run a prompt's rows on a GPU: grouped products for the routed experts, dense ones for the shared expert."""
     h = rms_norm(x, norm_weight, eps)
     logits = linear(h, router_weight, out_dtype=torch.float32)
-    y = moe_grouped_triton.run_experts(
-        h, *route_ref(logits, expert_bias, settings), gate_up, down, limit
-    )  # (T, D) fp32
-    if adds_residual:
-        y = x + y
+    chosen = moe_route_triton.route(logits, expert_bias, **asdict(settings))
+    shared = None
     if shared_gate_up is not None and shared_down is not None:
         a = norm_swiglu(x, norm_weight, eps, shared_gate_up, limit=shared_limit)
-        y += linear(a, shared_down, out_dtype=torch.float32)
-    return y.to(x.dtype)
+        shared = linear(a, shared_down, out_dtype=torch.float32)  # (T, D)
+    residual = x.contiguous() if adds_residual else None
+    return moe_grouped_triton.run_experts(h, *chosen, gate_up, down, limit, residual=residual, shared=shared)

@@ -13,6 +13,8 @@ from soloist.kernels.launch import IS_INTERPRETED
 
 # Pairs of one expert that a program multiplies at once.
 BLOCK_ROWS = 64
+# Columns that a program sums.
+_SUM_BLOCK = 1024
 
 
 @triton.jit
@@ -109,11 +111,29 @@ def grouped_down_kernel(
         tl.store(p_out, (b_out * b_weight[:, None]).to(out_ptr.dtype.element_ty), mask=m_p[:, None])
 
 
+@triton.jit
+def sum_choices_kernel(
+    pairs_ptr, residual_ptr, shared_ptr, out_ptr, D: tl.constexpr, A: tl.constexpr, BD: tl.constexpr
+):
+    """out (T, D) = residual + pairs summed in order + shared, rounded once. Grid: (T, D / BD). pairs (T, A, D) fp32."""
+    token = tl.program_id(0).to(tl.int64)
+    i_d = tl.program_id(1) * BD + tl.arange(0, BD)
+    m_d = i_d < D
+    b_sum = tl.zeros((BD,), dtype=tl.float32)
+    for a in tl.static_range(A):
+        b_sum += tl.load(pairs_ptr + (token * A + a) * D + i_d, mask=m_d, other=0.0)
+    if residual_ptr is not None:
+        b_sum = tl.load(residual_ptr + token * D + i_d, mask=m_d, other=0.0).to(tl.float32) + b_sum
+    if shared_ptr is not None:
+        b_sum += tl.load(shared_ptr + token * D + i_d, mask=m_d, other=0.0)
+    tl.store(out_ptr + token * D + i_d, b_sum.to(out_ptr.dtype.element_ty), mask=m_d)
+
+
 def _blocks(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sort pairs by expert and cut them into blocks.
 
     Args:
-        experts: (pairs) int64, the expert of each pair.
+        experts: (pairs) of whole numbers, the expert of each pair.
         num_experts: E.
 
     Returns:
@@ -121,8 +141,10 @@ def _blocks(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torc
         block is empty.
     """
     num_pairs = experts.shape[0]
-    sorted_experts, order = experts.sort(stable=True)
-    bounds = torch.searchsorted(sorted_experts, torch.arange(num_experts + 1, device=experts.device))  # (E+1,)
+    # Sorting takes a pass for every few bits.
+    sorted_experts, order = experts.short().sort(stable=True)
+    numbers = torch.arange(num_experts + 1, dtype=torch.int16, device=experts.device)
+    bounds = torch.searchsorted(sorted_experts, numbers)  # (E+1,)
     first_block = (bounds.diff() + BLOCK_ROWS - 1) // BLOCK_ROWS
     first_block = torch.cat([first_block.new_zeros(1), first_block.cumsum(0)])  # (E+1,)
     block = torch.arange(num_pairs // BLOCK_ROWS + num_experts, device=experts.device)
@@ -139,19 +161,24 @@ def run_experts(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     limit: float | None,
+    *,
+    residual: torch.Tensor | None = None,
+    shared: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The weighted sum of each row's experts.
+    """The weighted sum of each row's experts, between what else is added.
 
     Args:
         h: (T, D) normalised rows.
-        experts: (T, A) int64.
+        experts: (T, A) of whole numbers.
         weights: (T, A) fp32.
         gate_up: (E, 2F, D).
         down: (E, D, F).
         limit: of the SwiGLU, or None.
+        residual: (T, D) contiguous, or None.
+        shared: (T, D) fp32, what the shared expert gives, or None.
 
     Returns:
-        (T, D) fp32.
+        (T, D), the dtype of `h`.
     """
     T, D = h.shape
     A = experts.shape[1]
@@ -159,7 +186,7 @@ def run_experts(
     order, block_expert, block_start, block_end = _blocks(experts.flatten(), E)
     blocks = (block_expert, block_start, block_end)
     act = torch.empty((T * A, F), dtype=h.dtype, device=h.device)
-    out = torch.empty((T * A, D), dtype=torch.float32, device=h.device)
+    pairs = torch.empty((T * A, D), dtype=torch.float32, device=h.device)
     is_fp32_dot = IS_INTERPRETED or h.dtype == torch.float32
     block_f, block_d = min(F & -F, 64), min(D & -D, 64)
     options = {"num_warps": 4, "num_stages": 3, "IS_FP32_DOT": is_fp32_dot, "BM": BLOCK_ROWS}
@@ -178,6 +205,10 @@ def run_experts(
         **options,
     )
     grouped_down_kernel[(D // block_d, block_expert.shape[0])](
-        act, down, *blocks, weights.flatten()[order], order.int(), out, D=D, F=F, BD=block_d, BF=block_f, **options
+        act, down, *blocks, weights.flatten()[order], order.int(), pairs, D=D, F=F, BD=block_d, BF=block_f, **options
     )
-    return out.view(T, A, D).sum(1)
+    out = torch.empty_like(h)
+    sum_choices_kernel[(T, triton.cdiv(D, _SUM_BLOCK))](
+        pairs, residual, shared, out, D=D, A=A, BD=_SUM_BLOCK, num_warps=4
+    )
+    return out
