@@ -5,6 +5,7 @@ resumed, or spread over processes, sees the same.
 """
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,15 +62,13 @@ class Batch:
 
 def choose_texts(num_texts: int, count: int, seed: int, step: int) -> list[int]:
     """Choose the documents of a step: epoch after epoch, each in an order of its own."""
-    chosen = []
-    for place in range(step * count, (step + 1) * count):
-        epoch, index = divmod(place, num_texts)
-        chosen.append((epoch, index))
-    orders = {
-        epoch: torch.randperm(num_texts, generator=torch.Generator().manual_seed(_mix(seed, epoch, 0)))
-        for epoch in {epoch for epoch, _ in chosen}
-    }
-    return [int(orders[epoch][index]) for epoch, index in chosen]
+    first, last = step * count, (step + 1) * count
+    chosen: list[int] = []
+    for epoch in range(first // num_texts, (last - 1) // num_texts + 1):
+        order = torch.randperm(num_texts, generator=torch.Generator().manual_seed(_mix(seed, epoch, 0)))
+        start = epoch * num_texts
+        chosen += order[max(first - start, 0) : min(last - start, num_texts)].tolist()
+    return chosen
 
 
 def make_batch(
@@ -93,22 +92,15 @@ def make_batch(
         step: of the run.
         device: of the batch.
     """
-    A, B = num_anchors, block_size
-    starts, anchors, is_real = [], torch.zeros(len(texts), A, dtype=torch.int64), torch.zeros(len(texts), A).bool()
-    start = 0
-    for row, (text, number) in enumerate(zip(texts, numbers, strict=True)):
-        generator = torch.Generator().manual_seed(_mix(seed, step, number + 1))
-        places = torch.randperm(text.num_candidates, generator=generator)[:A].sort().values + text.num_prompt - 1
-        anchors[row, : len(places)], anchors[row, len(places) :] = places, places[0]
-        is_real[row, : len(places)] = True
-        starts.append(start)
-        start += len(text.token_ids)
+    B = block_size
+    anchors, is_real = _choose_anchors(texts, numbers, num_anchors, seed, step)
     lengths = [len(text.token_ids) for text in texts]
-    input_ids = torch.tensor([token for text in texts for token in text.token_ids])  # (T,)
+    starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)  # (n,)
+    input_ids = torch.tensor(list(itertools.chain.from_iterable(text.token_ids for text in texts)))  # (T,)
     positions = anchors[..., None] + torch.arange(B)  # (n, A, B)
     length = torch.tensor(lengths)[:, None, None]
     is_counted = is_real[..., None] & (positions + 1 < length)
-    first = torch.tensor(starts)[:, None, None]
+    first = starts[:, None, None]
     # Slots behind the end look at the last row, and do not count.
     rows = first + positions.minimum(length - 1)
     label_rows = first + (positions + 1).minimum(length - 1)
@@ -123,6 +115,36 @@ def make_batch(
         is_counted=send(is_counted, device),
         temperatures=send(torch.tensor([text.temperature for text in texts]), device),
     )
+
+
+def _choose_anchors(
+    texts: Sequence[Text], numbers: Sequence[int], num_anchors: int, seed: int, step: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose places that blocks begin at: (n, A) int64, sorted, and (n, A) bool, which are no dummies.
+
+    Every place of a document gets a random number, and the first A by that are taken: for all documents at once, since
+    a processor that launches a GPU's work has no time for a loop.
+    """
+    counts = torch.tensor([text.num_candidates for text in texts])[:, None]  # (n, 1)
+    bases = torch.tensor([_mix(seed, step, number + 1) for number in numbers])[:, None]  # (n, 1)
+    place = torch.arange(max(int(counts.max()), num_anchors))  # (P,)
+    is_there = place < counts  # (n, P)
+    # 62 bits, so that places that are not there come last.
+    keys = torch.where(is_there, _scramble(bases + place * 0x9E3779B97F4A7C15 % 2**63) >> 2, 2**62)
+    ranks = keys.argsort(dim=1)[:, :num_anchors]  # (n, A)
+    # Places first, in order, then those that are not there.
+    chosen = torch.where(ranks < counts, ranks, len(place)).sort(dim=1).values
+    is_real = chosen < counts
+    chosen = torch.where(is_real, chosen, chosen[:, :1])
+    return chosen + torch.tensor([text.num_prompt - 1 for text in texts])[:, None], is_real
+
+
+def _scramble(x: torch.Tensor) -> torch.Tensor:
+    """Turn int64 into random-looking int64 of 0 and more: splitmix64's finish."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        # Shifts without the sign; products wrap around.
+        x = (x ^ (x >> shift & 2 ** (64 - shift) - 1)) * (factor - 2**64)
+    return (x ^ (x >> 31 & 2**33 - 1)) & 2**63 - 1
 
 
 def _mix(*numbers: int) -> int:

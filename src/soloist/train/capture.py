@@ -123,7 +123,11 @@ class MemoryStore:
             self._captured[rows], self._last[rows] = states.captured, states.last
 
     def _rows(self, numbers: Sequence[int]) -> torch.Tensor:
-        rows = torch.cat([torch.arange(self._starts[i], self._starts[i + 1]) for i in numbers])
+        starts = torch.tensor([self._starts[i] for i in numbers])
+        lengths = torch.tensor([self._starts[i + 1] - self._starts[i] for i in numbers])
+        # Behind each other, the texts begin at the sums of the lengths before.
+        shifts = starts - lengths.cumsum(0) + lengths
+        rows = torch.arange(int(lengths.sum())) + shifts.repeat_interleave(lengths)
         return send(rows, self._last.device)
 
     def read(self, numbers: Sequence[int], device: torch.device, dtype: torch.dtype) -> States:

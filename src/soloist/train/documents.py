@@ -72,13 +72,12 @@ class Documents:
                 left = left[len(own) :]
                 position = torch.arange(longest)
                 starts = self._starts[own, None]  # (n, 1)
-                last = torch.tensor([self.lengths[i] - 1 for i in own])[:, None]
-                rows = starts + position.minimum(last)  # (n, S)
+                length = torch.tensor([self.lengths[i] for i in own])[:, None]
+                rows = starts + position.minimum(length - 1)  # (n, S)
                 documents = send(torch.tensor(own), self.device)
                 groups.append(PaddedGroup(documents=documents, rows=send(rows, self.device)))
-                for row, i in enumerate(own):
-                    first = int(self._starts[i])
-                    back[first : first + self.lengths[i]] = offset + row * longest + torch.arange(self.lengths[i])
+                is_real = position < length  # (n, S)
+                back[rows[is_real]] = offset + is_real.flatten().nonzero()[:, 0]
                 offset += len(own) * longest
             self._groups = groups, send(back, self.device)
         return self._groups
