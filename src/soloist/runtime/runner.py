@@ -18,9 +18,9 @@ from soloist.runtime.buffers import StepBuffers
 # Prompt tokens of one prefill chunk by device type: few enough to cancel soon, enough to keep the device busy. On a GPU
 # every chunk reads all experts, and costs the host a launch of every kernel of every layer.
 _CHUNK_TOKENS = {"cpu": 128, "cuda": 8192}
-# Rows of a prompt's chunk for which kernels differ on a GPU: one, a step's, by the tiles of their attention, and more,
-# where kernels are compiled apart for sizes that are multiples of 16.
-_PROMPT_ROWS = (1, 2, 4, 6, 12, 17, 32, 2048)
+# Rows of a prompt's chunk for which kernels differ on a GPU: one, a step's, by the tiles of their attention, and more;
+# kernels are compiled apart for sizes that are multiples of 16.
+_PROMPT_ROWS = (1, 2, 4, 6, 8, 12, 16, 17, 32, 2048)
 # What a step and a prompt's chunk need besides, by device type.
 _SCRATCH_BYTES = {"cuda": 2 * 2**30}
 # A step with fewer threads must take less than this share of the time to be preferred.
