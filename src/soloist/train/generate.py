@@ -122,11 +122,11 @@ def _step_attention(
     """Attend from position `t` with a token (n, D) of each sequence."""
     H, G = layer.num_heads, layer.num_kv_heads
     qkv = op.linear(op.rms_norm(x, layer.norm, layer.eps), dense(layer.qkv_proj), layer.qkv_bias)
-    q, k, v = qkv.unflatten(-1, (H + 2 * G, -1)).split([H, G, G], dim=1)  # (n, H, K), (n, G, K) twice
+    qk, v = qkv.unflatten(-1, (H + 2 * G, -1)).split([H + G, G], dim=1)  # (n, H+G, K), (n, G, K)
     if layer.q_norm is not None and layer.k_norm is not None:
-        q, k = op.rms_norm(q, layer.q_norm, layer.eps), op.rms_norm(k, layer.k_norm, layer.eps)
-    angles = model.rotary.cos[t], model.rotary.sin[t]
-    q, k = (_rotate(y, *angles, interleaved=False) for y in (q, k))
+        q, k = qk.split([H, G], dim=1)
+        qk = torch.cat([op.rms_norm(q, layer.q_norm, layer.eps), op.rms_norm(k, layer.k_norm, layer.eps)], dim=1)
+    q, k = _rotate(qk, model.rotary.cos[t], model.rotary.sin[t], interleaved=False).split([H, G], dim=1)
     rows.tensors["k"][:, t], rows.tensors["v"][:, t] = k, v
     keys, values = (rows.tensors[name][:, : t + 1].transpose(1, 2) for name in "kv")  # (n, G, t+1, K)
     # The heads of a group are further rows of one query, so that no key is copied.
