@@ -50,14 +50,15 @@ from soloist.train.responses import OwnSource, collect_texts
 from soloist.train.settings import DraftShape, ObjectiveSettings, TrainSettings
 from soloist.train.trainer import Trainer
 
-NO_TERM = ObjectiveSettings(length_weight=0.0)
+TERM = ObjectiveSettings(min_temperature=0.5)
+NO_TERM = replace(TERM, length_weight=0.0)
 # Objective, texts, optimiser.
 VARIANTS: dict[str, tuple[ObjectiveSettings, str, Literal["adamw", "muon"]]] = {
-    "term": (ObjectiveSettings(), "own", "adamw"),
+    "term": (TERM, "own", "adamw"),
     "no term": (NO_TERM, "own", "adamw"),
     "CE alone": (replace(NO_TERM, ce_weight=1.0, l1_weight=0.0), "own", "adamw"),
-    "corpus text": (ObjectiveSettings(), "corpus", "adamw"),
-    "Muon": (ObjectiveSettings(), "own", "muon"),
+    "corpus text": (TERM, "corpus", "adamw"),
+    "Muon": (TERM, "own", "muon"),
 }
 REFERENCE = "term"
 SEEDS = (0, 1, 2)
