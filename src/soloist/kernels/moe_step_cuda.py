@@ -14,7 +14,6 @@ A row's sum runs over its own slots in ascending order: it has the same bits in 
 """
 
 from collections.abc import Sequence
-from functools import cache
 from math import inf
 from typing import Protocol
 
@@ -22,7 +21,8 @@ import torch
 
 from soloist.errors import UnsupportedError
 from soloist.kernels.launch import pdl_options
-from soloist.kernels.nvrtc import PRELUDE, launch, load_kernel
+from soloist.kernels.nvrtc import launch, load_kernel
+from soloist.kernels.persistent_cuda import PERSISTENT, SHARED_BYTES, arrivals, num_programs
 from soloist.kernels.read_ahead import shares
 
 # Most tokens of a step.
@@ -32,14 +32,13 @@ READ_AHEAD_BYTES = 12 << 20
 AHEAD_AT = 1
 # Numbers of tokens that have kernels of their own.
 _ROWS = (1, 4, 8, 12, MAX_ROWS)
-# Shared memory of a multiprocessor that a program may have, and the part of it that `act` may take.
-_SHARED_BYTES = 226 * 1024
+# Shared memory that `act` may take.
 _ACT_BYTES = 160 * 1024
 # Most rows of a warp's ring.
 _MAX_DEPTH = 16
 
 _SOURCE = (
-    PRELUDE
+    PERSISTENT
     + r"""
 constexpr int THREADS = WARPS * 32;
 constexpr int PER_LANE = NUM_EXPERTS / 32;
@@ -51,45 +50,6 @@ constexpr int CHOICES = NUM_SHARED + NUM_CHOSEN;
 constexpr int D_PIECES = HIDDEN / 8, F_PIECES = WIDTH / 8;
 constexpr int D_LOADS = (D_PIECES + 31) / 32, F_LOADS = (F_PIECES + LANES_PER_OUTPUT - 1) / LANES_PER_OUTPUT;
 constexpr int OUTPUTS_PER_WARP = 32 / LANES_PER_OUTPUT;
-
-#ifdef __CUDACC__
-__device__ unsigned long long load_acquire(const unsigned long long* p) {
-    unsigned long long x;
-    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(x) : "l"(p) : "memory");
-    return x;
-}
-__device__ unsigned long long add_release(unsigned long long* p) {
-    unsigned long long before;
-    asm volatile("atom.add.release.gpu.global.u64 %0, [%1], 1;" : "=l"(before) : "l"(p) : "memory");
-    return before;
-}
-// 16 bytes from global to shared memory that nobody waits for.
-__device__ void copy_piece(uint4* to, const uint4* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                 ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from) : "memory");
-}
-__device__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING> __device__ void wait_for_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
-#else
-__device__ void copy_piece(uint4* to, const uint4* from) { *to = *from; }
-__device__ void end_copies() {}
-template <int PENDING> __device__ void wait_for_copies() {}
-__device__ unsigned long long load_acquire(const unsigned long long* p) { return *p; }
-__device__ unsigned long long add_release(unsigned long long* p) { return (*p)++; }
-#endif
-
-__device__ void multiply(const uint4& w, const uint4& x, float& even, float& odd) {
-    even += low(w.x) * low(x.x);
-    odd += high(w.x) * high(x.x);
-    even += low(w.y) * low(x.y);
-    odd += high(w.y) * high(x.y);
-    even += low(w.z) * low(x.z);
-    odd += high(w.z) * high(x.z);
-    even += low(w.w) * low(x.w);
-    odd += high(w.w) * high(x.w);
-}
 
 // Larger floats have larger keys; 0 is below all of them.
 __device__ unsigned key_of(float x) {
@@ -232,26 +192,8 @@ __device__ void normalise(const uint4* x, const uint4* weight, float eps, int t,
     const float scale = rsqrtf(sum_of_lanes(even + odd) / HIDDEN + eps);
 #pragma unroll
     for (int j = 0; j < D_LOADS; ++j)
-        if (lane + 32 * j < D_PIECES) {
-            const uint4 of_norm = weight[lane + 32 * j];
-            const unsigned a[4] = {mine[j].x, mine[j].y, mine[j].z, mine[j].w};
-            const unsigned b[4] = {of_norm.x, of_norm.y, of_norm.z, of_norm.w};
-            unsigned y[4];
-#pragma unroll
-            for (int k = 0; k < 4; ++k)
-                y[k] = to_bf16(low(a[k]) * scale * low(b[k])) | to_bf16(high(a[k]) * scale * high(b[k])) << 16;
-            h[t * D_PIECES + lane + 32 * j] = make_uint4(y[0], y[1], y[2], y[3]);
-        }
-}
-
-// arrivals: how many programs have ever come.
-__device__ void wait_for_all_programs(unsigned long long* arrivals) {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        const unsigned long long mine = add_release(arrivals), all = (mine / gridDim.x + 1) * gridDim.x;
-        while (load_acquire(arrivals) < all) {}
-    }
-    __syncthreads();
+        if (lane + 32 * j < D_PIECES)
+            h[t * D_PIECES + lane + 32 * j] = scale_piece(mine[j], weight[lane + 32 * j], scale);
 }
 
 // A warp's rows of W_down on their way: of one output after the other, of each slot after slot. A lane copies what it
@@ -415,18 +357,6 @@ class RouterShape(Protocol):
     def routed_scaling_factor(self) -> float: ...
 
 
-@cache
-def _num_programs(device: torch.device) -> int:
-    """One program per multiprocessor; a CPU runs programs one after the other, so there is one."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-@cache
-def _arrivals(device: torch.device) -> torch.Tensor:
-    """() int64: what the programs of one launch wait by. Launches of one device follow each other."""
-    return torch.zeros((), dtype=torch.int64, device=device)
-
-
 def _lanes_per_output(F: int) -> int:
     """Lanes that share a row of F, so that none of them idles where that can be."""
     pieces = F // 8
@@ -489,7 +419,7 @@ def run_experts(
     # fewest rounds.
     warps = 18 if D <= 2048 else 16
     lanes = _lanes_per_output(F)
-    device, num_programs = x.device, _num_programs(x.device)
+    device, programs = x.device, num_programs(x.device)
     num_choices = num_shared + router.num_experts_per_tok
     copies_act = rows * num_choices * F * 2 <= _ACT_BYTES
     of_rows = max(2 * D, 2 * num_choices * F if copies_act else 0) + 4 * 32 * warps
@@ -497,8 +427,8 @@ def run_experts(
     num_slots = num_shared + min(rows * router.num_experts_per_tok, E)
     of_choice = num_slots * (8 + 5 * rows) + 8 * rows * router.num_experts_per_tok + 1024
     # Of warps that have outputs, a row for each output that it computes side by side.
-    of_rings = min(warps, -(-D * lanes // (32 * num_programs))) * -(-F // (8 * lanes)) * 512
-    depth = min(_MAX_DEPTH, num_slots, (_SHARED_BYTES - of_choice - rows * of_rows) // of_rings)
+    of_rings = min(warps, -(-D * lanes // (32 * programs))) * -(-F // (8 * lanes)) * 512
+    depth = min(_MAX_DEPTH, num_slots, (SHARED_BYTES - of_choice - rows * of_rows) // of_rings)
     if depth < 1:
         raise UnsupportedError(
             f"{T} tokens, a hidden size of {D} and experts of size {F} do not fit into a multiprocessor's shared memory"
@@ -520,13 +450,13 @@ def run_experts(
     } | ({"HAS_PDL": 1} if pdl_options()["PDL"] else {})
     act = torch.empty((T, num_choices, F), dtype=x.dtype, device=device)
     out = torch.empty_like(x)
-    ahead = next(iter(shares(upcoming, READ_AHEAD_BYTES, num_programs)), None)
+    ahead = next(iter(shares(upcoming, READ_AHEAD_BYTES, programs)), None)
     kernel = load_kernel(_SOURCE, "experts", tuple((key, str(value)) for key, value in definitions.items()), device)
     launch(
-        kernel, (num_programs, 1, 1), 32 * warps,
+        kernel, (programs, 1, 1), 32 * warps,
         x, norm_weight, eps, T, logits, expert_bias, width, gate_up, shared_gate_up, down, shared_down,
         inf if limit is None else limit, inf if shared_limit is None else shared_limit,
-        x if adds_residual else None, act, int(copies_act), _arrivals(device),
+        x if adds_residual else None, act, int(copies_act), arrivals(device),
         *((None, 0, 0) if ahead is None else ahead), out,
         shared_bytes=T * of_rows + depth * of_rings,
     )  # fmt: skip
