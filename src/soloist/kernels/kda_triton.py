@@ -27,7 +27,7 @@ ROWS = 16
 DOT_PRECISION = "ieee" if IS_INTERPRETED else "bf16x3"
 # Bytes of the next launches' weights that a step asks for, and the programs that do nothing else, on multiprocessors
 # that would idle; measured on one H200, `docs/log.md`.
-READ_AHEAD_BYTES = 20 << 20
+READ_AHEAD_BYTES = 0 << 20
 _READERS = 64
 # Value channels of a head that one program of a WY block owns.
 BLOCK_V = 32

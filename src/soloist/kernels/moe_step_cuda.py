@@ -28,8 +28,7 @@ from soloist.kernels.read_ahead import shares
 # Most tokens of a step.
 MAX_ROWS = 16
 # Bytes of the next launch's weights that the experts ask for, measured on one H200, `docs/log.md`.
-READ_AHEAD_BYTES = 12 << 20
-AHEAD_AT = 1
+READ_AHEAD_BYTES = 6 << 20
 # Numbers of tokens that have kernels of their own.
 _ROWS = (1, 4, 8, 12, MAX_ROWS)
 # Shared memory that `act` may take.
@@ -244,8 +243,7 @@ experts(const uint4* x, const uint4* norm_weight, float eps, int T, const float*
     load_run(bias, add);
     if (warp == 0)
         for (int i = lane; i < HIDDEN / 64; i += 32) prefetch((const char*)norm_weight + i * 128);
-    const bool asks = threadIdx.x == 0 && num_bytes;
-    if (AHEAD_AT == 0 && asks) prefetch_run(upcoming + (size_t)distance * blockIdx.x, num_bytes);
+    if (threadIdx.x == 0 && num_bytes) prefetch_run(upcoming + (size_t)distance * blockIdx.x, num_bytes);
     if (first < NUM_SHARED * WIDTH)
         for (int i = lane; i < HIDDEN / 64; i += 32) {
             const char* p = (const char*)(shared_gate_up + (size_t)first * D_PIECES) + i * 128;
@@ -303,7 +301,6 @@ experts(const uint4* x, const uint4* norm_weight, float eps, int T, const float*
 
     if (!has_asked)
         for (int i = 0; i < DEPTH; ++i) ring.ask(s, num_slots, stride, down, shared_down);
-    if (AHEAD_AT == 1 && asks) prefetch_run(upcoming + (size_t)distance * blockIdx.x, num_bytes);
     wait_for_all_programs(arrivals);
     if (copies_act) {
         for (int i = threadIdx.x; i < num_tokens * CHOICES * F_PIECES; i += THREADS) h[i] = __ldcg(act + i);
@@ -443,7 +440,6 @@ def run_experts(
         "NUM_SHARED": num_shared,
         "ROWS": rows,
         "WARPS": warps,
-        "AHEAD_AT": AHEAD_AT,
         "ROUTED_SCALE": f"{float(router.routed_scaling_factor)!r}f",
         "LANES_PER_OUTPUT": lanes,
         "DEPTH": depth,
