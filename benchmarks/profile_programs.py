@@ -129,8 +129,8 @@ def judge(path: Path, analysis: Analysis) -> dict[str, Any]:
     }
 
 
-def profile_one(path: Path, traces: dict[str, bytes]) -> dict[str, Any]:
-    has_fault = "has_fault" in path.read_text(encoding="utf-8")
+def profile_one(path: Path, loss: dict[str, Any] | None, traces: dict[str, bytes]) -> dict[str, Any]:
+    """Record a program, judge what is found, and hold its price against the loss that was measured."""
     # Loads its kernels.
     run_plain(path, 10)
     program = find_program(["python", str(path), str(NUM_STEPS)])
@@ -143,9 +143,8 @@ def profile_one(path: Path, traces: dict[str, bytes]) -> dict[str, Any]:
         save_trace(small, file)
         traces[f"{path.stem}.json.gz"] = file.read_bytes()
     verdict["words"] = in_words(analyse(small)).splitlines()[:14]
-    if has_fault:
-        verdict |= measure_loss(path)
-        verdict["loss_to_real_loss"] = verdict["loss_ms"] / verdict["real_loss_ms"]
+    if loss is not None:
+        verdict |= loss | {"loss_to_real_loss": verdict["loss_ms"] / loss["real_loss_ms"]}
     return verdict
 
 
@@ -207,9 +206,12 @@ def main() -> None:
     verdicts: list[dict[str, Any]] = []
     names = [path for path in sorted(PROGRAMS.glob("*.py")) if path.name != "gpu_work.py"]
     start_s = time.perf_counter()
+    # Before anything is recorded: a profiler may leave something behind.
+    losses = {path: measure_loss(path) for path in names if "has_fault" in path.read_text(encoding="utf-8")}
+    print(f"losses measured in {time.perf_counter() - start_s:.0f} s", flush=True)
     for path in names:
         try:
-            verdicts.append(profile_one(path, traces))
+            verdicts.append(profile_one(path, losses.get(path), traces))
         # One program that fails must not cost the others' traces.
         except Exception as error:  # noqa: BLE001
             verdicts.append({"program": path.name, "is_right": False, "error": f"{type(error).__name__}: {error}"})
@@ -238,7 +240,9 @@ def main() -> None:
             archive.addfile(info, io.BytesIO(data))
     (folder / "programs.json").write_text(json.dumps(result, indent=1))
     wrong = [verdict["program"] for verdict in verdicts if not verdict["is_right"]]
-    print(json.dumps({"programs": len(verdicts), "wrong": wrong, "seconds": result["seconds"]}))
+    ratios = [verdict["loss_to_real_loss"] for verdict in verdicts if "loss_to_real_loss" in verdict]
+    num_close = sum(0.7 <= ratio <= 1.3 for ratio in ratios)
+    print(json.dumps({"programs": len(verdicts), "wrong": wrong, "priced": len(ratios), "close": num_close}))
 
 
 if __name__ == "__main__":
