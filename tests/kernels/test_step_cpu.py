@@ -1,6 +1,7 @@
 """The machine code of a CPU's step: both builds against the references, and against the source they were built from."""
 
 import ctypes
+import itertools
 import shutil
 import subprocess
 from dataclasses import replace
@@ -229,3 +230,15 @@ class TestAttention:
         k = torch.zeros(G, S, 64)
         assert not step_cpu.can_attend(torch.zeros(2, (H + 2 * G) * 64), k)
         assert attention_module.step_cpu is step_cpu
+
+
+def test_weights_in_large_pages_are_the_same_and_do_not_overlap(monkeypatch: pytest.MonkeyPatch):
+    # Some share a mapping, one is larger than a mapping, and sizes are odd.
+    monkeypatch.setattr(step_cpu.LargePages, "_CHUNK_BYTES", 10_000)
+    pages = step_cpu.LargePages()
+    tensors = [torch.randint(256, (num, 3), dtype=torch.uint8) for num in (1000, 1, 2000, 777, 1_500_001, 5)]
+    placed = [pages.place(x) for x in tensors]
+    for x, y in zip(tensors, placed, strict=True):
+        assert torch.equal(x, y) and y.data_ptr() % 64 == 0
+    spans = sorted((y.data_ptr(), y.data_ptr() + y.numel()) for y in placed)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))

@@ -4,7 +4,7 @@ Owns `PackedWeight`. Products are `linear`'s. Knows nothing of files.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -66,6 +66,12 @@ class PackedWeight:
         num_values = self.shape[0] * self.shape[1]
         codes = {"int4": num_values // 2, "int8": num_values, "fp16": 2 * num_values}[self.kind]
         return codes + (0 if self.scales is None else self.scales.numel() * self.scales.element_size())
+
+    def place_in(self, pages: step_cpu.LargePages) -> "PackedWeight":
+        """Give the weight with its tiles in large pages; others are as they are."""
+        if self.tiles is None:
+            return self
+        return replace(self, tiles=replace(self.tiles, codes=pages.place(self.tiles.codes)))
 
     def dequantise(self) -> torch.Tensor:
         """Compute the weight that is really applied, (O, I) fp32."""

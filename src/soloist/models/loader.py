@@ -26,6 +26,7 @@ from soloist.kernels.packed import (
     pack_weight,
     packing_error,
 )
+from soloist.kernels.step_cpu import LargePages
 from soloist.models.causal_lm import CausalLM, ModelConfig
 from soloist.models.memory import check_fits
 from soloist.models.safetensors import SafetensorsFolder
@@ -130,6 +131,7 @@ class LoadingSource(WeightSource):
         self._num_file_bytes, self._num_read_bytes, self._progress = num_file_bytes, 0, progress
         self._bytes_by_format: Counter[str] = Counter()
         self._packing_error: dict[str, float] = {}
+        self._pages = LargePages()
         # () int64 each.
         self._checksums: dict[str, torch.Tensor] = {}
         self._start_s = time.perf_counter()
@@ -172,7 +174,7 @@ class LoadingSource(WeightSource):
         self._bytes_by_format[packed.kind] += packed.num_bytes
         error = packing_error(sample, rows)
         self._packing_error[packed.kind] = max(error, self._packing_error.get(packed.kind, 0.0))
-        return packed
+        return packed.place_in(self._pages)
 
     def linear(self, *parts: Part) -> Weight:
         if self.packing is None or not can_pack(self.packing, *stacked_shape(parts, self.group)):
