@@ -70,6 +70,7 @@ def print_phases(model: str) -> None:
     note("import_torch")
     import triton
 
+    from soloist.kernels import nvrtc
     from soloist.llm import LLM
     from soloist.sampling_params import SamplingParams
 
@@ -86,6 +87,15 @@ def print_phases(model: str) -> None:
         return taken
 
     triton.knobs.compilation.listener = listen
+    find_cubin = nvrtc._find_cubin
+
+    def find_and_note(source: str, name: str, *what: Any) -> bytes:
+        started_s = time.perf_counter()
+        cubin = find_cubin(source, name, *what)
+        compiled.append({"name": name, "ms": round(1e3 * (time.perf_counter() - started_s)), "stages": {}})
+        return cubin
+
+    nvrtc._find_cubin = find_and_note
     torch.zeros(1, device="cuda")
     note("cuda")
     llm = LLM(model, weights="random", device="cuda")

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from soloist.kernels import nvrtc
 from soloist.models.causal_lm import CausalLM
 from soloist.runtime.buffers import SamplingPlan
 from soloist.sampling_params import SamplingParams
@@ -13,14 +14,21 @@ GREEDY, SAMPLED = SamplingParams(max_tokens=12), SamplingParams(max_tokens=12, t
 
 
 @pytest.fixture
-def compiled() -> Iterator[list[str]]:
-    """Names of kernels, as the compiler takes them up or finds them in its cache."""
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of kernels, as their compilers take them up or find them in their caches."""
     triton = pytest.importorskip("triton")
     names: list[str] = []
 
     def listen(*, src, metadata, metadata_group, times, cache_hit):
         names.append(src.name)
 
+    find_cubin = nvrtc._find_cubin
+
+    def find_and_note(source, name, definitions, capability):
+        names.append(f"{name} {definitions}")
+        return find_cubin(source, name, definitions, capability)
+
+    monkeypatch.setattr(nvrtc, "_find_cubin", find_and_note)
     triton.knobs.compilation.listener = listen
     yield names
     triton.knobs.compilation.listener = None
