@@ -109,6 +109,7 @@ def test_step_gives_the_same_bits_every_time():
 @pytest.mark.parametrize(("T", "form"), [(16, "attend_step"), (17, "attend_prompt")])
 def test_launcher_takes_the_form_for_the_width(monkeypatch: pytest.MonkeyPatch, T: int, form: str):
     launch_kernels(monkeypatch, attention)
+    monkeypatch.setattr(attention.step_cpu, "can_attend", lambda *_: False)
     case, taken = Case(T, 45), []
     run = getattr(attention_triton, form)
     monkeypatch.setattr(attention_triton, form, lambda *args: taken.append(form) or run(*args))
