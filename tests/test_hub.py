@@ -12,7 +12,16 @@ from huggingface_hub import errors as hub_errors
 
 from soloist import hub
 from soloist.errors import CheckpointError, ModelNotFoundError, UnsupportedError, UsageError
-from soloist.hub import BUILT_IN, DEFAULT_FILE, DEFAULT_MODEL, ModelFiles, PinnedFile, find_model, local_path
+from soloist.hub import (
+    BUILT_IN,
+    BUILT_IN_DRAFTS,
+    DEFAULT_FILE,
+    DEFAULT_MODEL,
+    ModelFiles,
+    PinnedFile,
+    find_model,
+    local_path,
+)
 
 VARIABLES = ("SOLOIST_OFFLINE", "HF_HUB_OFFLINE", "SOLOIST_MODELS_DIR")
 
@@ -140,8 +149,19 @@ def test_every_packaged_config_has_its_name_and_the_other_way_round():
     configs = {
         Path(entry.name).stem for entry in (files("soloist") / "configs").iterdir() if entry.name.endswith(".json")
     }
-    assert configs == set(BUILT_IN)
+    assert configs == {name for name, built_in in BUILT_IN.items() if built_in.folder is None}
     assert DEFAULT_MODEL in BUILT_IN
+
+
+def test_what_ships_with_soloist_is_found_with_its_draft_and_nobody_is_asked(fake_hub):
+    fake_hub.error = AssertionError("asked the hub")
+    found = find_model("Soloist-Nano")
+    assert (found.name, found.draft) == ("soloist-nano", "nano-dspark8")
+    for name in ("soloist-nano", *BUILT_IN_DRAFTS):
+        path = find_model(name).path
+        assert path is not None and path == local_path(name) and (path / "config.json").is_file()
+        assert list(path.glob("*.safetensors"))
+    assert set(BUILT_IN_DRAFTS) == {"nano-dspark8", "nano-dspark16"}
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))

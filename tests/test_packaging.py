@@ -61,6 +61,23 @@ def test_the_installed_command_describes_a_built_in_model(installed: Path, tmp_p
     assert description["name"] == "ling-3.0-tiny" and description["parameters"] == 7_893_392_800
 
 
+def test_the_installed_command_runs_the_demo_model_with_its_draft_offline(installed: Path, tmp_path: Path):
+    listed = run(installed / "soloist", "models", cwd=tmp_path)
+    for name in ("soloist-nano", "nano-dspark8", "nano-dspark16"):
+        assert f"{name} " in listed
+    description = json.loads(run(installed / "soloist", "models", "describe", "soloist-nano", "--json", cwd=tmp_path))
+    assert description["architecture"] == "BailingMoeV3ForCausalLM"
+    words = ["env", "SOLOIST_OFFLINE=1", "HF_HUB_OFFLINE=1", "PIP_NO_INDEX=1", installed / "soloist", "run"]
+    words += ["-m", "soloist-nano", "def ", "-n", "48", "--temperature", "0", "-t", "1", "--dtype", "float32"]
+    answer = json.loads(run(*words, "--json", cwd=tmp_path))
+    assert answer["drafter"] == "dspark nano-dspark8" and answer["completion_tokens"] > 8
+    assert answer["acceptance_length"] > 1.5
+    plain = json.loads(run(*words, "--draft", "off", "--json", cwd=tmp_path))
+    assert plain["text"] == answer["text"] and plain["acceptance_length"] == 1
+    wide = json.loads(run(*words, "--draft", "nano-dspark16", "--json", cwd=tmp_path))
+    assert wide["text"] == answer["text"] and len(wide["drafted_histogram"]) == 16
+
+
 def test_the_installed_command_answers(installed: Path, tmp_path: Path):
     model = write_tiny_model(tmp_path / "tiny")
     words = ["run", "-m", model, "hello", "--max-tokens", "3", "--ignore-eos", "--json"]

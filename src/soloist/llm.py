@@ -35,7 +35,8 @@ class LLM:
 
     Args:
         model: a folder, a .gguf file, a hub id (`org/name[@revision]`) or a built-in name. None: the default model.
-        draft: name of a drafter, or where a draft's checkpoint is, in the forms of `model`. None: plain decoding.
+        draft: name of a drafter, or where a draft's checkpoint is, in the forms of `model`; "off" for plain decoding.
+            None: the draft that comes with the model, if one does.
         draft_width: most rows of a step, the pending token included: 2..16. None: what suits the drafter.
         draft_weights_dtype: how the draft's linear maps are held; see `load_model`. A draft that is rounded more drafts
             worse and faster, and changes no answer.

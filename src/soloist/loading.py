@@ -138,7 +138,8 @@ def load_rank(
         weights_dtype=options.draft_weights_dtype,
         seed=options.seed,
     )
-    drafter = _find_drafter(options.draft or "off", setup, tokenizer)
+    own_draft = found.draft if options.weights == "file" else None
+    drafter = _find_drafter(options.draft or own_draft or "off", setup, tokenizer)
     if not drafter.max_drafts and (options.draft_width or options.draft_weights_dtype or options.adaptive_width):
         raise UsageError("draft_width, draft_weights_dtype and adaptive_width are a drafter's: name one as draft")
     if options.max_context_len is None and drafter.max_context_len is not None:

@@ -171,7 +171,7 @@ def bench(
             weights=weights,
             weights_dtype=weights_dtype,
             dtype=dtype,
-            draft=draft if has_draft else None,
+            draft=draft if has_draft else "off",
             draft_width=draft_width if has_draft else None,
             draft_weights_dtype=draft_weights_dtype if has_draft else None,
             adaptive_width=rung.is_adaptive,

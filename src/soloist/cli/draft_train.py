@@ -279,7 +279,7 @@ def load_dense(model: str | None, *, device: str | None, dtype: Any, threads: in
         weights="file",
         weights_dtype="fp32" if is_fp32 else "fp16" if dtype == "float16" else "bf16",
         dtype="float32" if is_fp32 else dtype,
-        **{"draft": None} | wishes,
+        **{"draft": "off"} | wishes,
     )
 
 

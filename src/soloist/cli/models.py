@@ -12,19 +12,21 @@ models_app = typer.Typer(help="What is available, and what it costs to read.", r
 
 @models_app.callback(invoke_without_command=True)
 def models(ctx: typer.Context, as_json: Json = False, debug: Debug = False) -> None:
-    """List the built-in models and where they are on this machine; `describe` gives one model's figures."""
+    """List the built-in models and drafts and where they are on this machine; `describe` gives one model's figures."""
     if ctx.invoked_subcommand is not None:
         return
-    from soloist.hub import BUILT_IN, DEFAULT_MODEL, local_path
+    from soloist.hub import BUILT_IN, BUILT_IN_DRAFTS, DEFAULT_MODEL, local_path
 
     rows = [
         {
             "name": name,
             "hub_id": built_in.hub_id,
             "is_default": name == DEFAULT_MODEL,
+            "is_draft": name in BUILT_IN_DRAFTS,
+            "draft": built_in.draft,
             "path": str(path) if (path := local_path(name)) else None,
         }
-        for name, built_in in BUILT_IN.items()
+        for name, built_in in (BUILT_IN | BUILT_IN_DRAFTS).items()
     ]
     if as_json:
         typer.echo(json.dumps(rows))
@@ -32,8 +34,8 @@ def models(ctx: typer.Context, as_json: Json = False, debug: Debug = False) -> N
     name_width, hub_width = (max(len(str(row[key])) for row in rows) for key in ("name", "hub_id"))
     for row in rows:
         where = row["path"] or "not on this machine"
-        default = "  (default)" if row["is_default"] else ""
-        typer.echo(f"{row['name']:<{name_width}}  {row['hub_id']:<{hub_width}}  {where}{default}")
+        remark = "  (default)" if row["is_default"] else "  (a draft)" if row["is_draft"] else ""
+        typer.echo(f"{row['name']:<{name_width}}  {row['hub_id'] or 'built in':<{hub_width}}  {where}{remark}")
 
 
 @models_app.command()

@@ -18,7 +18,7 @@ def config_json(config: DSparkConfig) -> dict[str, Any]:
     t = config.transformer
     temperatures = config.confidence_temperatures
     # What DeepSpec has no words for, if it is asked for.
-    own = {} if temperatures is None else {"confidence_temperatures": list(temperatures)}
+    own: dict[str, Any] = {} if temperatures is None else {"confidence_temperatures": list(temperatures)}
     own |= {"last_layer_is_raw": True} if config.is_last_layer_raw else {}
     return {
         "architectures": [ARCHITECTURE],
