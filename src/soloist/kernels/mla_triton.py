@@ -8,7 +8,8 @@ Three launches for a step of T <= 16 rows, all reading the context length from d
    are split over programs, each of which leaves a partial result and its running maximum and sum.
 3. `combine_kernel`: merges the splits of one head in order, applies W_uv and the head's gate.
 
-A prompt is `kernels/mla_prompt.py`.
+The second and the third have faster forms for bf16 and the usual sizes: `kernels/mla_step_cuda.py` and
+`kernels/mla_merge_cuda.py`. A prompt is `kernels/mla_prompt.py`.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), absorbed form; FlashDecoding split over keys.
 """
@@ -32,6 +33,8 @@ from soloist.kernels.rotary import RotaryTable
 
 # Most rows of a step; more is a prompt.
 MAX_STEP_ROWS = 16
+# Latents of a program that absorbs or combines.
+_BLOCK_R = 128
 # How many programs fill the GPU, and the most that share the cached positions in a step.
 _NUM_PROGRAMS = 132
 _MAX_SPLITS = 128
@@ -304,33 +307,22 @@ def combine_kernel(
         tl.store(p_out, b_out.to(out_ptr.dtype.element_ty))
 
 
-def attend(
+def _prepare(
     rows: MlaRows,
     weights: MlaWeights,
     latent_cache: torch.Tensor,
     context_len: torch.Tensor,
     rotary: RotaryTable | None,
 ) -> torch.Tensor:
-    """Launch `mla_attention` for a step of T <= 16 rows; arguments as there."""
-    q, kv, gate = rows
-    kv_norm, eps, w_kv_b, H, V, scale = weights
+    """Write this step's rows of the cache, and give the absorbed query (T, H, R+P)."""
+    q, kv, _ = rows
+    kv_norm, eps, w_kv_b, H, V, _ = weights
     T, R = q.shape[0], weights.latent_rank
     P = kv.shape[1] - R
-    K = q.shape[1] // H - P
-    is_fp32_dot = IS_INTERPRETED or q.dtype == torch.float32
+    query = torch.empty((T, H, R + P), dtype=q.dtype, device=q.device)
     # Without rotary the tables are never read; any pointer does.
     table = (kv_norm, kv_norm) if rotary is None else (rotary.cos, rotary.sin)
-    query = torch.empty((T, H, R + P), dtype=q.dtype, device=q.device)
-    block_m = 16 if T * H <= 16 else 32 if T * H <= 32 else 64
-    num_row_tiles = triton.cdiv(T * H, block_m)
-    runs_in_cuda = mla_step_cuda.can_run(query, R)
-    if runs_in_cuda:
-        num_splits = mla_step_cuda.count_splits(T * H)
-    else:
-        num_splits = max(1, min(_MAX_SPLITS, _NUM_PROGRAMS // num_row_tiles))
-    partial = torch.empty((num_splits, T * H, R), dtype=torch.float32, device=q.device)
-    partial_max, partial_sum = torch.empty((2, num_splits, T * H), dtype=torch.float32, device=q.device)
-    block_r = min(R, 128)
+    block_r = min(R, _BLOCK_R)
     prepare_kernel[(H + T, R // block_r)](
         q,
         kv,
@@ -345,58 +337,82 @@ def attend(
         kv.stride(0),
         eps,
         H=H,
-        K=K,
+        K=q.shape[1] // H - P,
         V=V,
         R=R,
         P=P,
         HAS_ROTARY=rotary is not None,
         TP=MAX_STEP_ROWS,
         BR=block_r,
-        IS_FP32_DOT=is_fp32_dot,
+        IS_FP32_DOT=IS_INTERPRETED or q.dtype == torch.float32,
         num_warps=4,
         **pdl_options(),
     )
+    return query
+
+
+def _attend_splits(
+    query: torch.Tensor, latent_cache: torch.Tensor, context_len: torch.Tensor, R: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Give what each split of the positions has found: partial results (splits, T*H, R), their maxima and sums."""
+    T, H, X = query.shape
+    runs_in_cuda = mla_step_cuda.can_run(query, R)
+    block_m = 16 if T * H <= 16 else 32 if T * H <= 32 else 64
+    num_row_tiles = triton.cdiv(T * H, block_m)
     if runs_in_cuda:
-        mla_step_cuda.attend(query, latent_cache, context_len, partial, partial_max, partial_sum, scale)
+        num_splits = mla_step_cuda.count_splits(T * H)
     else:
-        attention_kernel[(num_row_tiles, num_splits)](
-            query,
-            latent_cache,
-            context_len,
-            partial,
-            partial_max,
-            partial_sum,
-            T * H,
-            scale,
-            H=H,
-            R=R,
-            P=P,
-            NUM_SPLITS=num_splits,
-            BM=block_m,
-            BS=_BLOCK_S[1 if T == 1 else MAX_STEP_ROWS],
-            PREFETCHED_BLOCKS=_PREFETCHED_BLOCKS,
-            IS_FP32_DOT=is_fp32_dot,
-            num_warps=8 if block_m == 64 else 4,
-            num_stages=2,
-            **pdl_options(),
-        )
+        num_splits = max(1, min(_MAX_SPLITS, _NUM_PROGRAMS // num_row_tiles))
+    partial = torch.empty((num_splits, T * H, R), dtype=torch.float32, device=query.device)
+    partial_max, partial_sum = torch.empty((2, num_splits, T * H), dtype=torch.float32, device=query.device)
+    splits = (partial, partial_max, partial_sum)
+    if runs_in_cuda:
+        mla_step_cuda.attend(query, latent_cache, context_len, *splits, scale)
+        return splits
+    attention_kernel[(num_row_tiles, num_splits)](
+        query,
+        latent_cache,
+        context_len,
+        *splits,
+        T * H,
+        scale,
+        H=H,
+        R=R,
+        P=X - R,
+        NUM_SPLITS=num_splits,
+        BM=block_m,
+        BS=_BLOCK_S[1 if T == 1 else MAX_STEP_ROWS],
+        PREFETCHED_BLOCKS=_PREFETCHED_BLOCKS,
+        IS_FP32_DOT=IS_INTERPRETED or query.dtype == torch.float32,
+        num_warps=8 if block_m == 64 else 4,
+        num_stages=2,
+        **pdl_options(),
+    )
+    return splits
+
+
+def _combine(
+    splits: tuple[torch.Tensor, torch.Tensor, torch.Tensor], gate: torch.Tensor | None, weights: MlaWeights
+) -> torch.Tensor:
+    """Give (T, H*V), gated, of what the splits have found."""
+    _, _, w_kv_b, H, V, _ = weights
     if mla_merge_cuda.can_run(w_kv_b, V):
-        return mla_merge_cuda.merge(partial, partial_max, partial_sum, w_kv_b, gate, H, V)
-    out = torch.empty((T, H * V), dtype=q.dtype, device=q.device)
-    product = torch.empty((R // block_r, T, H, V), dtype=torch.float32, device=q.device)
+        return mla_merge_cuda.merge(*splits, w_kv_b, gate, H, V)
+    num_splits, num_rows, R = splits[0].shape
+    T, block_r = num_rows // H, min(R, _BLOCK_R)
+    out = torch.empty((T, H * V), dtype=w_kv_b.dtype, device=w_kv_b.device)
+    product = torch.empty((R // block_r, T, H, V), dtype=torch.float32, device=w_kv_b.device)
     combine_kernel[(H, R // block_r, T)](
-        partial,
-        partial_max,
-        partial_sum,
+        *splits,
         w_kv_b,
-        q if gate is None else gate,
+        w_kv_b if gate is None else gate,
         product,
-        arrival_counters(q.device),
+        arrival_counters(w_kv_b.device),
         out,
         T,
         0 if gate is None else gate.stride(0),
         H=H,
-        K=K,
+        K=w_kv_b.shape[0] // H - V,
         V=V,
         R=R,
         NUM_SPLITS=num_splits,
@@ -407,3 +423,16 @@ def attend(
         **pdl_options(),
     )
     return out
+
+
+def attend(
+    rows: MlaRows,
+    weights: MlaWeights,
+    latent_cache: torch.Tensor,
+    context_len: torch.Tensor,
+    rotary: RotaryTable | None,
+) -> torch.Tensor:
+    """Launch `mla_attention` for a step of T <= 16 rows; arguments as there."""
+    query = _prepare(rows, weights, latent_cache, context_len, rotary)
+    splits = _attend_splits(query, latent_cache, context_len, weights.latent_rank, weights.scale)
+    return _combine(splits, rows.gate, weights)
