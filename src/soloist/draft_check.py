@@ -213,16 +213,19 @@ def _check_greedy(
     load_reference: Callable[[], CausalLM],
 ) -> Check:
     differences: list[dict[str, Any]] = []
-    reference: CausalLM | None = None
+    reference, error = None, 0.0
+    num_tokens = runner.buffers.num_tokens
     for i, (prompt, one, other) in enumerate(zip(prompts, plainly, drafted, strict=True)):
         at = next((t for t, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=False)) if a != b), None)
         if at is None and len(one.tokens) == len(other.tokens):
             continue
         found: dict[str, Any] = {"prompt": i, "at": at, "is_near_tie": False}
         if at is not None and runner.model.dtype is not torch.float32:
-            reference = reference or load_reference()
-            texts = [[*p, *answer.tokens] for p, answer in zip(prompts, plainly, strict=True)]
-            found |= near_tie(runner.model, reference, [*prompt, *one.tokens[:at]], runner.buffers.num_tokens, texts)
+            if reference is None:
+                reference = load_reference()
+                texts = [[*p, *answer.tokens] for p, answer in zip(prompts, plainly, strict=True)]
+                error = measure_logit_error(runner.model, reference, texts, num_tokens)
+            found |= near_tie(runner.model, reference, [*prompt, *one.tokens[:at]], num_tokens, error)
         differences.append(found)
     num_ties = sum(found["is_near_tie"] for found in differences)
     num_equal = len(prompts) - len(differences)
@@ -239,26 +242,34 @@ def _check_greedy(
 
 @torch.inference_mode()
 def near_tie(
-    model: CausalLM, reference: CausalLM, ids: Sequence[int], num_tokens: int, texts: Iterable[Sequence[int]] = ()
+    model: CausalLM, reference: CausalLM, ids: Sequence[int], num_tokens: int, least_error: float = 0.0
 ) -> dict[str, Any]:
     """Say whether the token behind a sequence is a near-tie: its two likeliest logits are within the error of logits.
 
-    The error is the largest along the sequence and others: at a single position it may be small by chance.
+    The error is the largest along the sequence: at a single position it may be small by chance.
 
     Args:
         model: whose answers differ.
         reference: the same in fp32, on any device.
         ids: prompt and answer before the first difference.
         num_tokens: ids that may be drawn.
-        texts: other sequences of the same kind.
+        least_error: of the logits, as `measure_logit_error` finds it on other sequences of the kind.
     """
+    return judge_tie(*_read_both(model, reference, ids, num_tokens), least_error)
 
-    def read(sequence: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        wanted, got = (read_sequence(one, sequence)[0][:, :num_tokens] for one in (reference, model))  # (T, N) each
-        return wanted, got
 
-    error = max((logit_error(*read(text)) for text in texts), default=0.0)
-    return judge_tie(*read(ids), least_error=error)
+@torch.inference_mode()
+def measure_logit_error(model: CausalLM, reference: CausalLM, texts: Iterable[Sequence[int]], num_tokens: int) -> float:
+    """Give the largest error of a model's logits along some texts; arguments as in `near_tie`."""
+    return max(logit_error(*_read_both(model, reference, text, num_tokens)) for text in texts)
+
+
+def _read_both(
+    model: CausalLM, reference: CausalLM, ids: Sequence[int], num_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give the logits (T, N) of the reference behind each token, and those of the model."""
+    wanted, got = (read_sequence(one, ids)[0][:, :num_tokens] for one in (reference, model))
+    return wanted, got
 
 
 def judge_tie(wanted: torch.Tensor, got: torch.Tensor, least_error: float = 0.0) -> dict[str, Any]:

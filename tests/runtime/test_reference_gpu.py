@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from soloist.draft_check import near_tie, read_sequence
+from soloist.draft_check import measure_logit_error, near_tie, read_sequence
 from soloist.engine import Engine
 from soloist.errors import DoesNotFitError
 from soloist.hub import DEFAULT_MODEL, built_in_config, local_path
@@ -33,13 +33,14 @@ def check_greedy_texts(model: CausalLM, reference: CausalLM, prompts: list[list[
     """Hold answers to the reference's, each up to its first near-tie; how many tokens that is."""
     answers = [answer(model, prompt, num_tokens) for prompt in prompts]
     texts = [[*prompt, *tokens] for prompt, tokens in zip(prompts, answers, strict=True)]
+    error = measure_logit_error(model, reference, texts, num_tokens)
     same = []
     for prompt, tokens, text in zip(prompts, answers, texts, strict=True):
         logits, _ = read_sequence(reference, text[:-1])
         want = logits[len(prompt) - 1 :, :num_tokens].argmax(-1).tolist()
         same.append(next((i for i, (a, b) in enumerate(zip(tokens, want, strict=True)) if a != b), len(tokens)))
         if same[-1] < len(tokens):
-            tie = near_tie(model, reference, text[: len(prompt) + same[-1]], num_tokens, texts)
+            tie = near_tie(model, reference, text[: len(prompt) + same[-1]], num_tokens, error)
             assert tie["is_near_tie"], f"token {same[-1]} differs: {tie}"
     return same
 
