@@ -22,12 +22,19 @@ if [ -z "$DATA" ]; then
     [ -f "$DATA/mt-bench.jsonl" ] || "$PY" $HERE/evaluation.py --out "$DATA"
 fi
 say "training for $S s"
-[ "$DEVICE" = cpu ] || FLAGS=--compile
-soloist draft train -m "$M" --data "$DATA/train.jsonl" --out "$W/draft" --device "$DEVICE" --seconds "$S" $FLAGS \
-    --prompts "${PROMPTS:-8000}" -n "${TOKENS:-256}" --batch "${BATCH:-2048}" --temperatures 0,0,0.7 \
-    --min-temperature 0.5 --block "${BLOCK:-5}" --layers "${LAYERS:-2}" --markov-rank "${RANK:-64}" \
-    --texts-per-step "${TEXTS:-128}" --anchors "${ANCHORS:-32}" --lr "${RATE:-1e-3}" --optimizer "${OPTIMIZER:-adamw}" --save-every 1000000 --no-heads \
-    --json || { say "training: exit code $?"; exit 1; }
+train() {
+    soloist draft train -m "$M" --data "$DATA/train.jsonl" --out "$W/draft" --device "$DEVICE" --seconds "$S" "$@" \
+        --prompts "${PROMPTS:-8000}" -n "${TOKENS:-256}" --batch "${BATCH:-2048}" --temperatures 0,0,0.7 \
+        --min-temperature 0.5 --block "${BLOCK:-5}" --layers "${LAYERS:-2}" --markov-rank "${RANK:-64}" \
+        --texts-per-step "${TEXTS:-128}" --anchors "${ANCHORS:-32}" --lr "${RATE:-1e-3}" \
+        --optimizer "${OPTIMIZER:-muon}" --save-every 1000000 --no-heads --json
+}
+if [ "$DEVICE" = cpu ]; then
+    train || { say "training: exit code $?"; exit 1; }
+else
+    # Where nothing can be compiled, steps take longer; answers are kept.
+    train --compile || train || { say "training: exit code $?"; exit 1; }
+fi
 say "trained; measuring"
 SETS=(--set "held-out=$DATA/held-out.jsonl")
 for name in humaneval mt-bench; do
