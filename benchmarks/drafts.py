@@ -353,7 +353,7 @@ def main() -> None:
         sets[name] = measure_set(target, settings, prompts, options.tokens, stop_s)
         say(f"{name}: measured")
         write(options, target, settings, sets)
-    print(table(sets), flush=True)
+        print(table({name: sets[name]}), flush=True)
 
 
 def write(options: argparse.Namespace, target: Target, settings: list[Setting], sets: dict[str, Any]) -> None:

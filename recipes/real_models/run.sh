@@ -41,8 +41,8 @@ for name in humaneval mt-bench; do
     [ -f "$DATA/$name.jsonl" ] && SETS+=(--set "$name=$DATA/$name.jsonl")
 done
 [ -n "$D" ] && SETS+=(--draft-model "$D" --draft-model-widths 3 5)
-# Building the engines takes a while too.
-T=$(($(left) - 70)); T=$((T > 300 ? 300 : T < 20 ? 20 : T))
+# Building the engines takes a while too, and so does looking at where texts part.
+T=$(($(left) - 110)); T=$((T > 300 ? 300 : T < 20 ? 20 : T))
 timeout "$(left)" "$PY" benchmarks/drafts.py --model "$M" "${SETS[@]}" --dspark "$W/draft" --widths ${WIDTHS:-4 6} \
     --adaptive --lookup-width 8 --prompts "${MEASURED:-32}" --tokens "${ANSWER:-128}" --seconds $T --device "$DEVICE" \
     --case "${CASE:-$(basename "${M%.gguf}")-drafts}" --out "$W/results"
