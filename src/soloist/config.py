@@ -69,3 +69,12 @@ def is_offline() -> bool:
 def disable_multicast() -> None:
     """Keep NCCL and PyTorch from setting up NVLink multicast; called before either connects this process to others."""
     os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+
+
+def disable_nccl_watchdog() -> None:
+    """Keep PyTorch from ending this process by a signal where a peer is lost; called before NCCL connects it to others.
+
+    Whoever starts ranks sees to their end, and says what happened.
+    """
+    names = ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT", "RETHROW_CUDA_ERRORS")
+    os.environ |= {f"TORCH_NCCL_{name}": "0" for name in names}

@@ -28,7 +28,7 @@ from typing import IO, Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from soloist.config import disable_multicast
+from soloist.config import disable_multicast, disable_nccl_watchdog
 from soloist.errors import CheckpointError, RankLostError, SoloistError, UnsupportedError, UsageError
 from soloist.kernels.allreduce import TensorParallel
 from soloist.kernels.mailboxes import make_mailboxes
@@ -82,6 +82,7 @@ def _join(rank: int, size: int, method: str, device: torch.device) -> TensorPara
     """Join the other ranks; the mailboxes of GPUs come with the size of the model's rows, see `connect_gpus`."""
     if device.type == "cuda":
         disable_multicast()
+        disable_nccl_watchdog()
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", init_method=method, rank=rank, world_size=size, device_id=device)
     else:
