@@ -59,7 +59,7 @@ class Settings:
     polish_rate: float = 0.1
     polish_weight: float = 1.0
     # It rests while this share of the runs of four tokens in continuations is distinct: more costs likelihood.
-    distinct_goal: float = 0.68
+    distinct_goal: float = 0.64
     # Continuations generated at once, tokens of each, and the run that may not come twice.
     num_continuations: int = 2048
     continuation_len: int = 128
