@@ -40,7 +40,7 @@ from soloist.spec.draft_model import DraftModel
 from soloist.spec.drafter import Drafter
 from soloist.spec.ngram import DEFAULT_DRAFTS as NGRAM_DRAFTS
 from soloist.spec.ngram import PromptLookup
-from soloist.step_costs import known_costs
+from soloist.step_costs import measure as measure_costs
 from soloist.tokenizer import Tokenizer
 
 RESULT = HERE / "results" / "cpu" / "cpu-speculation.json"
@@ -218,7 +218,8 @@ class Loaded:
         )
         engine = Engine(runner, drafter)
         if is_adaptive:
-            engine.adapt_width(known_costs(engine, user_cache_dir()))
+            # Not those that are kept: another version may have measured them.
+            engine.adapt_width(measure_costs(engine))
         return LLM.of(engine, self.tokenizer, "target")
 
 

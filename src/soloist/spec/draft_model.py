@@ -18,8 +18,8 @@ from soloist.spec.history import TokenHistory
 from soloist.spec.setup import DrafterSetup
 from soloist.spec.verify import Verdict
 
-# Tokens of a proposal by device type. On a CPU rows cost what they compute, from the fourth or fifth on.
-DEFAULT_DRAFTS = {"cpu": 2, "cuda": 5}
+# Tokens of a proposal by device type. On a CPU rows cost what they compute, from the third or fourth on.
+DEFAULT_DRAFTS = {"cpu": 3, "cuda": 5}
 # Tokens that are read at once while a prompt is followed.
 CHUNK_TOKENS = 512
 
