@@ -40,12 +40,18 @@ SETS=(--set "held-out=$DATA/held-out.jsonl")
 for name in humaneval mt-bench; do
     [ -f "$DATA/$name.jsonl" ] && SETS+=(--set "$name=$DATA/$name.jsonl")
 done
-[ -n "$D" ] && SETS+=(--draft-model "$D" --draft-model-widths 3 5)
-# Building the engines takes a while too, and so does looking at where texts part.
-T=$(($(left) - 110)); T=$((T > 300 ? 300 : T < 20 ? 20 : T))
-timeout "$(left)" "$PY" benchmarks/drafts.py --model "$M" "${SETS[@]}" --dspark "$W/draft" --widths ${WIDTHS:-4 6} \
-    --adaptive --lookup-width 8 --prompts "${MEASURED:-32}" --tokens "${ANSWER:-128}" --seconds $T --device "$DEVICE" \
-    --case "${CASE:-$(basename "${M%.gguf}")-drafts}" --out "$W/results"
+measure() {
+    # Building the engines takes a while too, and so does looking at where texts part.
+    local T=$(($(left) - 110)); T=$((T > 300 ? 300 : T < 20 ? 20 : T))
+    timeout "$(left)" "$PY" benchmarks/drafts.py --model "$M" "${SETS[@]}" --dspark "$W/draft" --widths ${WIDTHS:-4 6} \
+        --adaptive --lookup-width 8 --prompts "${MEASURED:-32}" --tokens "${ANSWER:-128}" --seconds $T \
+        --device "$DEVICE" --case "${CASE:-$(basename "${M%.gguf}")-drafts}" --out "$W/results" "$@"
+}
+if [ -n "$D" ]; then
+    measure --draft-model "$D" --draft-model-widths 3 5 || { say "without the peer: exit code $?"; measure; }
+else
+    measure
+fi
 say "measured: exit code $?"
 if [ "$(left)" -gt 60 ]; then
     # Its reference reads the model once more, in fp32, if an answer parts from plain decoding's.
