@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from soloist.kernels.allreduce import embed, linear_all_reduce
 from soloist.kernels.draft_attention import append_context, draft_attention
 from soloist.kernels.linear import linear, norm_linear
-from soloist.kernels.packed import PackedWeight
 from soloist.kernels.norm import rms_norm
+from soloist.kernels.packed import PackedWeight
 from soloist.kernels.rotary import RotaryTable, make_rotary_table
 from soloist.kernels.sampling import likeliest
 from soloist.models.feed_forward import DenseFeedForward
