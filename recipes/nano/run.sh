@@ -49,7 +49,7 @@ P
 )
 say "measured; chosen: $M"; basename "$M" > "$W/chosen"
 drafts() {
-    OMP_NUM_THREADS=4 timeout $((S + LIMIT + 50)) "$PY" $HERE/train_drafts.py --model "$M" --prompts "$D/draft_prompts.jsonl" \
+    OMP_NUM_THREADS=4 timeout $((S + 400)) "$PY" $HERE/train_drafts.py --model "$M" --prompts "$D/draft_prompts.jsonl" \
         --out "$W/drafts" --seconds "$S" --num-prompts "${DRAFT_PROMPTS:-36000}" --device $DEVICE --blocks "$@"
 }
 drafts; say "answers: exit code $?"

@@ -1,27 +1,30 @@
 """Trains DSpark drafts of soloist-nano, all on the same answers, each for about so many seconds.
 
-The same as one `soloist draft train` for each block, but that answers are asked for once, by whichever process is the
-first, and that the number of steps is chosen by what a few of them take here. `training.json` in a draft's folder says
-which it was.
+The parts are those of `soloist draft train`, but answers are asked for once, by whichever process is the first, and the
+number of steps is what the time allows. `training.json` in a draft's folder says which it was.
 """
 
 import argparse
 import json
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from soloist.models import load_model
+from soloist.models.causal_lm import CausalLM
 from soloist.tokenizer import Tokenizer
+from soloist.train.batches import Text
 from soloist.train.capture import MemoryStore
+from soloist.train.checkpoint import save_draft
 from soloist.train.prompts import Reader, read_prompts
-from soloist.train.responses import OwnSource, collect_texts
-from soloist.train.run import Progress, train_draft
+from soloist.train.responses import OwnSource, collect_texts, describe_mix
 from soloist.train.settings import DraftShape, ObjectiveSettings, TrainSettings
-from soloist.train.trainer import DTYPES, Trainer
+from soloist.train.trainer import DTYPES, Figures, Trainer
 
 # Half of the answers are greedy: of those an engine is asked for most.
 TEMPERATURES = (0.0, 0.7, 0.0, 1.0)
@@ -31,6 +34,9 @@ OBJECTIVE = ObjectiveSettings(min_temperature=0.5)
 NUM_TOKENS, BATCH_SIZE = 128, 2048
 # Steps that are not typical, steps that are timed, and texts they draw from.
 WARM_STEPS, TIMED_STEPS, NUM_TIMED_TEXTS = 20, 80, 4096
+# Steps between two looks at the clock.
+CHUNK_STEPS = 50
+SAVE_EVERY_S = 60
 # Drafts have to fit into the repository beside the target. The last layer knows most of what comes: the MTP layer reads
 # it, and taught it to.
 SHAPE = DraftShape(num_hidden_layers=2, markov_rank=32, target_layer_ids=(1, 3, 5, 6, 7))
@@ -68,21 +74,6 @@ def main() -> None:
     texts = collect_texts(source, prompts, TEMPERATURES, seed=0, file=file)
     print(f"{len(texts)} answers in {time.perf_counter() - start:.0f} s", flush=True)
 
-    def time_step(settings: TrainSettings) -> float:
-        """Give the seconds of a step; infinite where a step fails."""
-        some = texts[:NUM_TIMED_TEXTS]
-        layers = settings.shape.config_for(target.config).target_layer_ids
-        try:
-            store = MemoryStore(some, target, layers, dtype)
-            trial = Trainer(target, some, settings, num_tokens=num_ids, folder=None, store=store)
-            trial.run(WARM_STEPS)
-            start = time.perf_counter()
-            trial.run(WARM_STEPS + TIMED_STEPS)
-        except Exception as error:  # noqa: BLE001 - what compiles here and not there is many kinds of error
-            print(f"is_compiled={settings.is_compiled}: {error}", flush=True)
-            return math.inf
-        return (time.perf_counter() - start) / TIMED_STEPS
-
     for block in args.blocks:
         settings = TrainSettings(
             shape=replace(SHAPE, block_size=block),
@@ -92,31 +83,78 @@ def main() -> None:
             learning_rate=2e-3,
             optimizer="muon",
             compute_dtype=weights_dtype,
-            log_every=50,
-            checkpoint_every=100_000,
+            log_every=CHUNK_STEPS,
             stores_heads=False,
         )
-        ways = (False, True) if is_gpu else (False,)
-        found = {fused: time_step(replace(settings, is_compiled=fused)) for fused in ways}
-        fused = min(found, key=found.__getitem__)
-        step_s = found[fused]
-        settings = replace(settings, num_steps=max(int(args.seconds / step_s), 10), is_compiled=fused)
-        print(f"block {block}: seconds a step, fused or not: {found}; {settings.num_steps} steps", flush=True)
-        outcome = train_draft(
-            target,
-            prompts,
-            source,
-            settings,
-            args.out / ("dspark16" if block == 15 else f"dspark{block}"),
-            temperatures=TEMPERATURES,
-            num_tokens=num_ids,
-            data=f"{len(prompts)} beginnings of functions and classes",
-            texts_file=file,
-            progress=Progress(
-                on_step=lambda figures, total, speed: print(json.dumps(asdict(figures) | {"of": total}), flush=True)
-            ),
+        make = partial(make_trainer, target, settings=settings, num_ids=num_ids)
+        is_fused = is_gpu and time_step(make(texts[:NUM_TIMED_TEXTS], is_fused=True)) < time_step(
+            make(texts[:NUM_TIMED_TEXTS], is_fused=False)
         )
-        print(f"block {block}: {outcome.figures}", flush=True)
+        trainer = make(texts, is_fused=is_fused)
+        folder = args.out / ("dspark16" if block == 15 else f"dspark{block}")
+        train_for(trainer, args.seconds, folder)
+        figures = trainer.measure()
+        print(f"block {block}: {figures}", flush=True)
+        save_draft(folder, trainer.network, lm_head=None)
+        record = {
+            "data": f"{len(prompts)} beginnings of functions and classes",
+            "num_texts": len(texts),
+            "texts_by_temperature": describe_mix(texts),
+            "settings": trainer.settings.to_json(),
+            "seconds": args.seconds,
+            "held_out": asdict(figures),
+            "torch": torch.__version__,
+        }
+        (folder / "training.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def make_trainer(
+    target: CausalLM, texts: Sequence[Text], *, settings: TrainSettings, num_ids: int, is_fused: bool
+) -> Trainer:
+    """Make a trainer that keeps the target's states of all texts on the device."""
+    layers = settings.shape.config_for(target.config).target_layer_ids
+    store = MemoryStore(texts, target, layers, DTYPES[settings.compute_dtype])
+    own = replace(settings, is_compiled=is_fused)
+    return Trainer(target, texts, own, num_tokens=num_ids, folder=None, store=store)
+
+
+def time_step(trainer: Trainer) -> float:
+    """Give the seconds of a step; infinite where it fails: not everything compiles everywhere."""
+    try:
+        trainer.run(WARM_STEPS)
+        start = time.perf_counter()
+        trainer.run(WARM_STEPS + TIMED_STEPS)
+        step_s = (time.perf_counter() - start) / TIMED_STEPS
+    except Exception as error:  # noqa: BLE001 - compilers raise many kinds
+        print(f"is_compiled={trainer.settings.is_compiled}: {type(error).__name__}: {error}", flush=True)
+        return math.inf
+    print(f"is_compiled={trainer.settings.is_compiled}: {step_s * 1e3:.1f} ms a step", flush=True)
+    return step_s
+
+
+def train_for(trainer: Trainer, seconds: float, folder: Path) -> None:
+    """Train until the time is over; the number of steps, and with it the schedule, follows from what the last took.
+
+    What there is goes to the folder every minute.
+    """
+
+    def say(figures: Figures, num_steps: int, tok_per_s: float) -> None:
+        print(json.dumps(asdict(figures) | {"of": num_steps, "tok_per_s": round(tok_per_s)}), flush=True)
+
+    trainer.run(WARM_STEPS)
+    start_s = last_save_s = time.perf_counter()
+    step_s = seconds / trainer.settings.num_steps
+    while True:
+        chunk_s, first = time.perf_counter(), trainer.step
+        num_left = int((start_s + seconds - chunk_s) / step_s)
+        if num_left < 1:
+            return
+        trainer.settings = replace(trainer.settings, num_steps=first + num_left)
+        trainer.run(min(first + CHUNK_STEPS, trainer.settings.num_steps), on_step=say)
+        step_s = (time.perf_counter() - chunk_s) / (trainer.step - first)
+        if time.perf_counter() - last_save_s > SAVE_EVERY_S:
+            save_draft(folder, trainer.network, lm_head=None)
+            last_save_s = time.perf_counter()
 
 
 if __name__ == "__main__":
