@@ -1,13 +1,13 @@
-"""The experts of a step in CUDA C++: one launch behind the router's product; the equations are in `kernels/moe.py`.
+"""The router and the experts of a step in CUDA C++: one launch; the equations are in `kernels/moe.py`.
 
-One program per multiprocessor, all there at once:
+One program per multiprocessor, all there at once, and each does for itself what costs less than waiting for others:
 
-1. Each chooses the experts from the router's logits by itself and normalises the rows: that costs less than waiting for
-   another launch. What was chosen becomes a list of slots: the shared expert's, then each distinct expert once, in
-   ascending order, with the tokens that take it.
-2. A warp takes the gate and up row of one (slot, f) at a time: weights in registers, times the slot's tokens alone, so
+1. It normalises the rows, multiplies them by its rows of the router, and waits until all programs have.
+2. It chooses the experts. What was chosen becomes a list of slots: the shared expert's, then each distinct expert once,
+   in ascending order, with the tokens that take it.
+3. A warp takes the gate and up row of one (slot, f) at a time: weights in registers, times the slot's tokens alone, so
    the arithmetic grows with the choices and not with slots times tokens, and CUDA cores keep up with the memory.
-3. With its last of these a warp asks for the first rows of its outputs of D, into a ring in shared memory; it waits
+4. With its last of these a warp asks for the first rows of its outputs of D, into a ring in shared memory; it waits
    until all programs have come as far, and sums over the slots, asking for a row for each that it used.
 
 A row's sum runs over its own slots in ascending order: it has the same bits in any company and at any width.
@@ -62,13 +62,13 @@ __device__ void load_run(const float* from, float* to) {
     if (PER_LANE % 4 == 0) {
 #pragma unroll
         for (int j = 0; j < PER_LANE; j += 4) {
-            const uint4 four = *(const uint4*)(p + j);
+            const uint4 four = __ldcg((const uint4*)(p + j));
             to[j] = __uint_as_float(four.x), to[j + 1] = __uint_as_float(four.y);
             to[j + 2] = __uint_as_float(four.z), to[j + 3] = __uint_as_float(four.w);
         }
     } else
 #pragma unroll
-        for (int j = 0; j < PER_LANE; ++j) to[j] = p[j];
+        for (int j = 0; j < PER_LANE; ++j) to[j] = __ldcg(p + j);
 }
 
 struct Choice {
@@ -136,7 +136,7 @@ __device__ void choose_of_token(Choice& s, int t, const float* logits, const flo
         }
     }
     __syncwarp();
-    const float mine = lane < NUM_CHOSEN ? sigmoid(row[s.chosen[t * NUM_CHOSEN + lane]]) : 0.f;
+    const float mine = lane < NUM_CHOSEN ? sigmoid(__ldcg(row + s.chosen[t * NUM_CHOSEN + lane])) : 0.f;
     const float factor = ROUTED_SCALE / (sum_of_lanes(mine) + 1e-20f);
     if (lane < NUM_CHOSEN) s.chosen_weight[t * NUM_CHOSEN + lane] = mine * factor;
     if (taken) atomicOr(&s.active[lane], taken);
@@ -195,6 +195,24 @@ __device__ void normalise(const uint4* x, const uint4* weight, float eps, int t,
             h[t * D_PIECES + lane + 32 * j] = scale_piece(mine[j], weight[lane + 32 * j], scale);
 }
 
+// logits (T, NUM_EXPERTS) of this program's rows of the router: a (row, token) a warp at a time, the first row loaded.
+__device__ void route(const uint4* router, const uint4* h, int T, uint4* row, float* logits) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int num_rows = (NUM_EXPERTS - 1 - (int)blockIdx.x) / (int)gridDim.x + 1;
+    for (int i = warp; i < num_rows * T; i += WARPS) {
+        const int expert = i / T * gridDim.x + blockIdx.x, t = i % T;
+        float even = 0.f, odd = 0.f;
+#pragma unroll
+        for (int j = 0; j < D_LOADS; ++j)
+            if (lane + 32 * j < D_PIECES) {
+                if (i != warp) row[j] = router[(size_t)expert * D_PIECES + lane + 32 * j];
+                multiply(row[j], h[t * D_PIECES + lane + 32 * j], even, odd);
+            }
+        const float y = sum_of_lanes(even + odd);
+        if (lane == 0) logits[(size_t)t * NUM_EXPERTS + expert] = y;
+    }
+}
+
 // A warp's rows of W_down on their way: of one output after the other, of each slot after slot. A lane copies what it
 // alone reads.
 struct Ring {
@@ -225,8 +243,8 @@ struct Ring {
 // Dynamic shared memory: h (T, HIDDEN), in its place then act, if that is to be copied; every lane's sums; the rings of
 // the warps that have outputs.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-experts(const uint4* x, const uint4* norm_weight, float eps, int T, const float* logits, const float* bias,
-        const int* width, const uint4* gate_up, const uint4* shared_gate_up, const uint4* down,
+experts(const uint4* x, const uint4* norm_weight, float eps, int T, const uint4* router, float* logits,
+        const float* bias, const int* width, const uint4* gate_up, const uint4* shared_gate_up, const uint4* down,
         const uint4* shared_down, float limit, float shared_limit, const unsigned short* residual, uint4* act,
         int copies_act, unsigned long long* arrivals, const unsigned short* upcoming, int distance, int num_bytes,
         unsigned short* out) {
@@ -244,6 +262,9 @@ experts(const uint4* x, const uint4* norm_weight, float eps, int T, const float*
     if (warp == 0)
         for (int i = lane; i < HIDDEN / 64; i += 32) prefetch((const char*)norm_weight + i * 128);
     if (threadIdx.x == 0 && num_bytes) prefetch_run(upcoming + (size_t)distance * blockIdx.x, num_bytes);
+    const int routed = warp / T * gridDim.x + blockIdx.x;
+    if (router && routed < NUM_EXPERTS)
+        for (int i = lane; i < HIDDEN / 64; i += 32) prefetch(router + (size_t)routed * D_PIECES + i * 8);
     if (first < NUM_SHARED * WIDTH)
         for (int i = lane; i < HIDDEN / 64; i += 32) {
             const char* p = (const char*)(shared_gate_up + (size_t)first * D_PIECES) + i * 128;
@@ -255,6 +276,16 @@ experts(const uint4* x, const uint4* norm_weight, float eps, int T, const float*
     const int num_tokens = width ? min(T, *width) : T;
     // With few tokens the warps that normalise are not those that choose.
     for (int t = WARPS - 1 - warp; t < T; t += WARPS) normalise(x, norm_weight, eps, t, h);
+    if (router) {
+        uint4 row[D_LOADS];
+        if (routed < NUM_EXPERTS)
+#pragma unroll
+            for (int j = 0; j < D_LOADS; ++j)
+                if (lane + 32 * j < D_PIECES) row[j] = load_weights(router + (size_t)routed * D_PIECES + lane + 32 * j);
+        __syncthreads();
+        route(router, h, T, row, logits);
+        wait_for_all_programs(arrivals);
+    }
     choose_experts(s, num_tokens, logits, add);
 
     const int num_slots = num_tokens ? s.num_slots : 0;
@@ -364,7 +395,8 @@ def run_experts(
     x: torch.Tensor,
     norm_weight: torch.Tensor,
     eps: float,
-    logits: torch.Tensor,
+    router_weight: torch.Tensor | None,
+    logits: torch.Tensor | None,
     expert_bias: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
@@ -384,7 +416,8 @@ def run_experts(
         x: (T, D) bf16 residual stream, T <= 16.
         norm_weight: (D) bf16.
         eps: of the norm.
-        logits: (T, E) fp32, E a multiple of 32 up to 1024.
+        router_weight: (E, D) bf16, E a multiple of 32 up to 1024. None: its product is there already.
+        logits: (T, E) fp32, that product; else None.
         expert_bias: (E) fp32.
         gate_up: see `moe`, as the weights that follow.
         down: as there.
@@ -446,11 +479,14 @@ def run_experts(
     } | ({"HAS_PDL": 1} if pdl_options()["PDL"] else {})
     act = torch.empty((T, num_choices, F), dtype=x.dtype, device=device)
     out = torch.empty_like(x)
+    assert (router_weight is None) != (logits is None), "the router's weight or its product"
+    if logits is None:
+        logits = torch.empty((T, E), dtype=torch.float32, device=device)
     ahead = next(iter(shares(upcoming, READ_AHEAD_BYTES, programs)), None)
     kernel = load_kernel(_SOURCE, "experts", tuple((key, str(value)) for key, value in definitions.items()), device)
     launch(
         kernel, (programs, 1, 1), 32 * warps,
-        x, norm_weight, eps, T, logits, expert_bias, width, gate_up, shared_gate_up, down, shared_down,
+        x, norm_weight, eps, T, router_weight, logits, expert_bias, width, gate_up, shared_gate_up, down, shared_down,
         inf if limit is None else limit, inf if shared_limit is None else shared_limit,
         x if adds_residual else None, act, int(copies_act), arrivals(device),
         *((None, 0, 0) if ahead is None else ahead), out,
