@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ import forward as forward_module  # noqa: E402
 import optimizer  # noqa: E402
 import polish  # noqa: E402
 import prepare_data  # noqa: E402
+import train_drafts  # noqa: E402
 import train_tokenizer  # noqa: E402
 
 import train  # noqa: E402
@@ -133,10 +135,11 @@ def test_a_few_steps_lower_the_loss_and_the_checkpoint_is_read_back(config, tmp_
     continued, share = trainer.continue_prompts()
     assert 0 < share < 1 and sum(int(is_repeat.sum()) for _, is_repeat in continued) > 0
     trainer.settings = dataclasses.replace(settings, distinct_goal=0.0)
-    assert trainer.continue_prompts()[0] == [None] * len(continued)
-    before = float(trainer.unlikelihood(*continued[0]))
+    assert set(trainer.continue_prompts()[0]) == {None}
+    loops = max(continued, key=lambda pack: int(pack[1].sum()))
+    before = float(trainer.unlikelihood(*loops))
     for _ in range(8):
-        figures = trainer.step(0.3, continued[0])
+        figures = trainer.step(0.3, loops)
     assert 0 <= float(figures["unlikelihood"]) < before
     trainer.save("target", 0.4)
     resumed = train.Trainer(settings, tmp_path, tmp_path, torch.device("cpu"), config)
@@ -246,3 +249,21 @@ def test_the_n_gram_model_is_a_law_and_learns():
     before = evaluate.ngram_nats(train_tokens, np.array(prefix), 4)
     assert sum(np.exp(before - n) for n in nats) == pytest.approx(1.0)
     assert np.exp(before - nats[0]) > 0.9
+
+
+def test_drafts_train_for_the_time_they_are_given_and_the_schedule_ends_with_it(monkeypatch, tmp_path):
+    class FakeTrainer:
+        settings, step, network = train_drafts.TrainSettings(), 0, None
+
+        def run(self, num_steps: int, on_step: object = None) -> None:
+            assert num_steps <= self.settings.num_steps
+            time.sleep(0.0005 * (num_steps - self.step))
+            self.step = num_steps
+
+    saved = []
+    monkeypatch.setattr(train_drafts, "save_draft", lambda *_, **__: saved.append(trainer.step))
+    monkeypatch.setattr(train_drafts, "SAVE_EVERY_S", 0.1)
+    trainer, start = FakeTrainer(), time.perf_counter()
+    train_drafts.train_for(trainer, 0.6, tmp_path)
+    assert 0.5 < time.perf_counter() - start < 3
+    assert trainer.step == trainer.settings.num_steps > 100 and saved[-1] > 50
