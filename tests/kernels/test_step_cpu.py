@@ -155,6 +155,12 @@ class TestLinear:
         x = torch.zeros(2, I).bfloat16()
         with pytest.raises(AssertionError, match="norm_weight: axis D is 95, expected 96"):
             norm_linear(x, torch.ones(I - 1), EPS, packed)
+        with pytest.raises(AssertionError, match=r"norm_weight: dtype torch\.float64"):
+            norm_linear(x, torch.ones(I).double(), EPS, packed)
+        with pytest.raises(AssertionError, match=r"bias is \(80,\) torch\.float32"):
+            norm_linear(x, torch.ones(I), EPS, packed, torch.zeros(O))
+        with pytest.raises(AssertionError, match=r"residual: dtype torch\.float32"):
+            linear_residual(x, packed, torch.zeros(2, O))
         with pytest.raises(AssertionError, match=r"residual is \(1, 80\), expected \(2, 80\)"):
             linear_residual(x, packed, torch.zeros(1, O).bfloat16())
 

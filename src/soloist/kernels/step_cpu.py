@@ -22,6 +22,7 @@ TILE, GROUP = 16, 32
 # Rows from which attention is a matrix product.
 MAX_ATTENTION_ROWS = 16
 MAX_HEAD_DIM = 256
+_NORM_DTYPES = (torch.bfloat16, torch.float32)
 
 _FOLDER = Path(__file__).parent / "cpu"
 
@@ -163,7 +164,10 @@ def linear(
     T, (O, I) = x.shape[0], tiles.shape
     assert x.dtype is torch.bfloat16 and x.shape[1] == I, f"x is {tuple(x.shape)} {x.dtype}, the weight has {I} inputs"
     assert norm is None or norm.shape[0] == I, f"norm_weight: axis D is {norm.shape[0]}, expected {I}"
+    assert norm is None or norm.dtype in _NORM_DTYPES, f"norm_weight: dtype {norm.dtype}, expected {_NORM_DTYPES}"
     assert residual is None or residual.shape == (T, O), f"residual is {tuple(residual.shape)}, expected {(T, O)}"
+    assert residual is None or residual.dtype is x.dtype, f"residual: dtype {residual.dtype}, expected {x.dtype}"
+    assert bias is None or (bias.shape[0] == O and bias.dtype is x.dtype), f"bias is {tuple(bias.shape)} {bias.dtype}"
     assert not has_gate or O % (2 * TILE) == 0, f"{O} gates and factors come in {2 * TILE}s"
     library = load()
     assert library is not None

@@ -27,6 +27,8 @@
 #define MAX_ROWS 4
 #endif
 // Nothing is prefetched: a tile is read from its beginning to its end, and asking ahead cost a fifth of the bandwidth.
+// Steps of so few rows have no barrier: each thread prepares all rows for itself, and none waits for another before the end.
+#define MAX_OWN_ROWS 8
 #define ATTENTION_BLOCK 64
 #define MAX_HEAD_DIM 256
 #define INLINE static inline __attribute__((always_inline))
@@ -365,19 +367,26 @@ void linear(const struct Linear *a) {
     long T = a->num_rows, I = a->num_inputs, num_groups = I / GROUP;
     long width = a->has_gate ? a->num_outputs / 2 : a->num_outputs, num_tiles = width / TILE;
     long tile_bytes = num_groups * (a->is_int4 ? 320 : 544);
-    char *scratch = malloc((size_t)T * (size_t)(2 * I + 12 * num_groups));
-    struct Rows rows = {.num_inputs = I, .is_fine = a->is_fine, .scales = (float *)scratch};
-    rows.sums = rows.scales + T * num_groups;
-    rows.offsets = (int32_t *)(rows.sums + T * num_groups);
-    rows.codes = (int8_t *)(rows.offsets + T * num_groups);
+    size_t row_set_bytes = (size_t)T * (size_t)(2 * I + 12 * num_groups);
+    int is_own = T <= MAX_OWN_ROWS;
+    char *scratch = malloc(row_set_bytes * (size_t)(is_own ? a->num_threads : 1));
     long next_row = 0, next_tile = 0, step = num_tiles / (8 * a->num_threads);
     if (step < 1) step = 1;
 #pragma omp parallel num_threads(a->num_threads)
     {
         float wide[I];
-        for (long t; (t = __atomic_fetch_add(&next_row, 1, __ATOMIC_RELAXED)) < T;)
-            read_row(a->x, a->norm, a->norm_is_fp32, a->eps, &rows, t, wide);
+        struct Rows rows = {.num_inputs = I, .is_fine = a->is_fine};
+        rows.scales = (float *)(scratch + (is_own ? row_set_bytes * (size_t)omp_get_thread_num() : 0));
+        rows.sums = rows.scales + T * num_groups;
+        rows.offsets = (int32_t *)(rows.sums + T * num_groups);
+        rows.codes = (int8_t *)(rows.offsets + T * num_groups);
+        if (is_own) {
+            for (long t = 0; t < T; t++) read_row(a->x, a->norm, a->norm_is_fp32, a->eps, &rows, t, wide);
+        } else {
+            for (long t; (t = __atomic_fetch_add(&next_row, 1, __ATOMIC_RELAXED)) < T;)
+                read_row(a->x, a->norm, a->norm_is_fp32, a->eps, &rows, t, wide);
 #pragma omp barrier
+        }
         for (long start; (start = __atomic_fetch_add(&next_tile, step, __ATOMIC_RELAXED)) < num_tiles;) {
             long end = start + step < num_tiles ? start + step : num_tiles;
             for (long o = start; o < end; o++) {
@@ -476,21 +485,29 @@ INLINE void attend(const struct Attention *a, long t, long h, const long K) {
     UNROLL for (long i = 0; i < K / 16; i++) store_bf16(out + 16 * i, acc[i] / total);
 }
 
+// Puts key and value of a row into the cache.
+static void write_row(const struct Attention *a, long t, long g) {
+    long H = a->num_heads, G = a->num_kv_heads, K = a->head_dim, position = a->context_len + t;
+    const uint16_t *row = a->qkv + t * (H + 2 * G) * K;
+    float wide[MAX_HEAD_DIM];
+    turn(a, row + (H + g) * K, a->k_norm, position, wide);
+    uint16_t *k = a->k_cache + (g * a->capacity + position) * K;
+    for (long i = 0; i < K; i += 16) store_bf16(k + i, load_f32(wide + i));
+    memcpy(a->v_cache + (g * a->capacity + position) * K, row + (H + G + g) * K, (size_t)K * 2);
+}
+
 void attention(const struct Attention *a) {
     long T = a->num_rows, H = a->num_heads, G = a->num_kv_heads, K = a->head_dim;
     long next_row = 0, next_query = 0;
 #pragma omp parallel num_threads(a->num_threads)
     {
-        for (long i; (i = __atomic_fetch_add(&next_row, 1, __ATOMIC_RELAXED)) < T * G;) {
-            long t = i / G, g = i % G, position = a->context_len + t;
-            const uint16_t *row = a->qkv + t * (H + 2 * G) * K;
-            float wide[MAX_HEAD_DIM];
-            turn(a, row + (H + g) * K, a->k_norm, position, wide);
-            uint16_t *k = a->k_cache + (g * a->capacity + position) * K;
-            for (long j = 0; j < K; j += 16) store_bf16(k + j, load_f32(wide + j));
-            memcpy(a->v_cache + (g * a->capacity + position) * K, row + (H + G + g) * K, (size_t)K * 2);
-        }
+        if (T <= MAX_OWN_ROWS) {
+            // All threads write the same bytes, and each reads its own.
+            for (long i = 0; i < T * G; i++) write_row(a, i / G, i % G);
+        } else {
+            for (long i; (i = __atomic_fetch_add(&next_row, 1, __ATOMIC_RELAXED)) < T * G;) write_row(a, i / G, i % G);
 #pragma omp barrier
+        }
         for (long i; (i = __atomic_fetch_add(&next_query, 1, __ATOMIC_RELAXED)) < T * H;) {
             if (K == 64) attend(a, i / H, i % H, 64);
             else if (K == 128) attend(a, i / H, i % H, 128);
