@@ -121,6 +121,15 @@ def test_states_kept_in_memory_train_as_computed_ones_do(tmp_path: Path):
         assert (parameters(kept)[name] - p).norm() < 1e-5 * p.norm() + 1e-6, name
 
 
+def test_a_draft_begins_with_the_final_norm_of_its_target(tmp_path: Path):
+    target = load_target(tmp_path / "target")
+    target.norm.mul_(3.5)
+    trainer = Trainer(target, make_texts(target, 12), make_settings())
+    assert torch.equal(trainer.network.norm.weight.data, target.norm)
+    trainer.run(1)
+    assert not torch.equal(trainer.network.norm.weight.data, target.norm)
+
+
 def test_muon_has_the_maps_of_hidden_states_and_no_table_of_the_vocabulary(tmp_path: Path):
     target = load_target(tmp_path / "target")
     trainer = Trainer(target, make_texts(target, 12), make_settings(optimizer="muon"))

@@ -103,12 +103,16 @@ class DraftNetwork(nn.Module):
         config: of a draft whose slot 0 predicts and whose layers see everything.
         embed_tokens: (N, D) the target's.
         seed: of the first weights.
+        final_norm: (D) the target's final norm, which the draft's begins as: the head is made for rows of its size, and
+            ones would take thousands of steps to get there. None: ones.
 
     Raises:
         UnsupportedError: the config asks for windows, causal blocks, a reduced vocabulary or the other slot convention.
     """
 
-    def __init__(self, config: DSparkConfig, embed_tokens: torch.Tensor, seed: int = 0) -> None:
+    def __init__(
+        self, config: DSparkConfig, embed_tokens: torch.Tensor, seed: int = 0, final_norm: torch.Tensor | None = None
+    ) -> None:
         super().__init__()
         t = config.transformer
         is_plain = not any(config.layer_windows) and not any(config.layer_is_causal)
@@ -130,6 +134,9 @@ class DraftNetwork(nn.Module):
             elif parameter.shape != (t.hidden_size,) and parameter.shape != (t.head_dim,):
                 nn.init.zeros_(parameter)
         self.to(embed_tokens.device)
+        if final_norm is not None:
+            with torch.no_grad():
+                self.norm.weight.copy_(final_norm)
         self.embed_tokens = embed_tokens
         device = embed_tokens.device
         table = make_rotary_table(t.head_dim, t.rope_theta, t.max_position_embeddings, t.rope_scaling, device=device)

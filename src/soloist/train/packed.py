@@ -188,4 +188,10 @@ def forward_packed_mtp(
 def final_norm_packed(model: CausalLM, hidden: torch.Tensor) -> torch.Tensor:
     """Apply a model's final norm to a residual stream (T, D), differentiably: rows for the output head."""
     assert isinstance(model, HybridCausalLM | DenseCausalLM)
-    return op.rms_norm(hidden, model.norm, model.config.rms_norm_eps)
+    return op.rms_norm(hidden, final_norm_weight(model), model.config.rms_norm_eps)
+
+
+def final_norm_weight(model: CausalLM) -> torch.Tensor:
+    """Give the weight (D) of a model's final norm."""
+    assert isinstance(model, HybridCausalLM | DenseCausalLM)
+    return model.norm

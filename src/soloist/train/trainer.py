@@ -33,7 +33,7 @@ from soloist.train.objective import (
     make_weights,
     slot_weights,
 )
-from soloist.train.packed import dense
+from soloist.train.packed import dense, final_norm_weight
 from soloist.train.settings import TrainSettings
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -176,7 +176,7 @@ class Trainer:
         self.texts, self._digest = texts, digest_of(texts)
         self.device, self.dtype = target.device, DTYPES[settings.compute_dtype]
         head = dense(target.lm_head)[: num_tokens or target.config.vocab_size]
-        self.network = DraftNetwork(self.config, target.embed_tokens, settings.seed)
+        self.network = DraftNetwork(self.config, target.embed_tokens, settings.seed, final_norm_weight(target))
         is_shared = dist.is_initialized() and not is_alone
         self.rank, self.num_ranks = (dist.get_rank(), dist.get_world_size()) if is_shared else (0, 1)
         if settings.documents_per_step % self.num_ranks:
