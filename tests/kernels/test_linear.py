@@ -45,6 +45,13 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return request.param
 
 
+def limit_of(weight: torch.Tensor | PackedWeight) -> Limit | None:
+    """How far a product may be from its equation, where that is not the limit of the result's dtype."""
+    is_coarse = isinstance(weight, PackedWeight) and weight.tiles is not None and not weight.tiles.has_fine_inputs
+    # Inputs are rounded to 8 bits, relative to the largest of 32.
+    return Limit(rms=1e-2, worst_row=2e-2) if is_coarse else None
+
+
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return (torch.randn(shape) * shape[-1] ** -0.5).to(dtype)
 
@@ -108,7 +115,7 @@ class TestPacked:
         before = x.clone()
         y = linear(x, packed, bias)
         assert y.dtype == torch.bfloat16
-        assert_near(y, dense_fp64(x, packed.dequantise(), bias))
+        assert_near(y, dense_fp64(x, packed.dequantise(), bias), limit_of(packed))
         assert torch.equal(x, before)
 
     @pytest.mark.parametrize("kind", on_this_cpu)
@@ -166,7 +173,7 @@ class TestPacked:
         monkeypatch.setattr(packed_module, "PACK_ROWS", 128)
         chunked = pack_weight(weight, kind)
         assert torch.equal(chunked.dequantise(), exact)
-        assert_near(linear_packed_cpu(x, chunked), dense_fp64(x, exact))
+        assert_near(linear_packed_cpu(x, chunked), dense_fp64(x, exact), limit_of(chunked))
 
     @pytest.mark.parametrize(
         ("kind", "limit"), [pytest.param("int4", 0.1, marks=needs_int4), ("int8", 0.01), ("fp16", 3e-4)]
@@ -332,7 +339,7 @@ class TestFused:
         for norm_weight in (norm, norm.float()):
             y = norm_linear(x, norm_weight, EPS, weight, bias, out_dtype=torch.float32)
             assert y.dtype == torch.float32
-            assert_near(y, expected, LIMITS[torch.bfloat16])
+            assert_near(y, expected, limit_of(weight) or LIMITS[torch.bfloat16])
         if isinstance(weight, PackedWeight) and weight.tiles is not None:
             # The norm's result is not rounded to bf16 on the way.
             return
@@ -357,7 +364,9 @@ class TestFused:
         y = norm_swiglu(x, norm, EPS, weight, limit)
         assert y.dtype == torch.bfloat16
         # Gate and up are rounded before their product.
-        assert_near(y, gate * up, Limit(rms=1e-2, worst_row=2e-2))
+        assert_near(
+            y, gate * up, Limit(rms=2e-2, worst_row=3e-2) if limit_of(weight) else Limit(rms=1e-2, worst_row=2e-2)
+        )
 
     @pytest.mark.parametrize("num_tokens", [1, T])
     def test_the_limit_holds_behind_the_silu_and_not_for_negative_gates(self, num_tokens: int):
@@ -376,7 +385,7 @@ class TestFused:
         x, residual = torch.randn(num_tokens, I).bfloat16(), torch.randn(num_tokens, O).bfloat16()
         before = residual.clone()
         y = linear_residual(x, weight, residual)
-        assert_near(y, residual.double() + dense_fp64(x, values))
+        assert_near(y, residual.double() + dense_fp64(x, values), limit_of(weight))
         assert torch.equal(residual, before)
 
     @pytest.mark.parametrize("operator", [norm_linear, norm_swiglu])
