@@ -4,7 +4,7 @@
     no term      without the acceptance length
     CE alone     cross-entropy to the text and confidence, nothing of the target's law
     corpus text  as `term`, on what the corpus says behind the prompts instead of the target's own answers
-    Muon         as `term`, with Muon for the maps of layers and hidden states
+    Muon         as `term`, with Muon for the maps of layers and hidden states, at its own rate
 
 All drafts are trained side by side, each in a process, for the same number of steps, which is chosen by what a step of
 all of them takes here. Each then answers the same held-out prompts in the engine, greedily and at a temperature of 0.7.
@@ -52,13 +52,13 @@ from soloist.train.trainer import Trainer
 
 TERM = ObjectiveSettings(min_temperature=0.5)
 NO_TERM = replace(TERM, length_weight=0.0)
-# Objective, texts, optimiser.
-VARIANTS: dict[str, tuple[ObjectiveSettings, str, Literal["adamw", "muon"]]] = {
-    "term": (TERM, "own", "adamw"),
-    "no term": (NO_TERM, "own", "adamw"),
-    "CE alone": (replace(NO_TERM, ce_weight=1.0, l1_weight=0.0), "own", "adamw"),
-    "corpus text": (TERM, "corpus", "adamw"),
-    "Muon": (TERM, "own", "muon"),
+# Objective, texts, optimiser, learning rate.
+VARIANTS: dict[str, tuple[ObjectiveSettings, str, Literal["adamw", "muon"], float]] = {
+    "term": (TERM, "own", "adamw", 2e-3),
+    "no term": (NO_TERM, "own", "adamw", 2e-3),
+    "CE alone": (replace(NO_TERM, ce_weight=1.0, l1_weight=0.0), "own", "adamw", 2e-3),
+    "corpus text": (TERM, "corpus", "adamw", 2e-3),
+    "Muon": (TERM, "own", "muon", 5e-3),
 }
 REFERENCE = "term"
 SEEDS = (0, 1, 2)
@@ -110,7 +110,7 @@ def make_settings(variant: str, seed: int, options: argparse.Namespace, num_step
         num_steps=num_steps,
         documents_per_step=options.texts_per_step,
         anchors_per_document=32 if is_gpu else 4,
-        learning_rate=2e-3,
+        learning_rate=VARIANTS[variant][3],
         optimizer=VARIANTS[variant][2],
         compute_dtype="bf16" if is_gpu else "fp32",
         loss_rows=8192,
