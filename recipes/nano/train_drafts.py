@@ -80,7 +80,7 @@ def main() -> None:
             objective=OBJECTIVE,
             documents_per_step=64 if is_gpu else 4,
             anchors_per_document=32 if is_gpu else 4,
-            learning_rate=2e-3,
+            learning_rate=4e-3,
             optimizer="muon",
             compute_dtype=weights_dtype,
             log_every=CHUNK_STEPS,
