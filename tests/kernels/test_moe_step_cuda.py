@@ -78,9 +78,9 @@ def run(
     width: int | None = None,
     adds_residual: bool = True,
 ) -> torch.Tensor:
-    """Launch with the router, or behind it on `logits`."""
-    router = (call["router_weight"], None) if logits is None else (None, logits)
-    layer = (call["x"], call["norm_weight"], EPS, *router, call["expert_bias"])
+    """Launch the experts behind the router's product, the reference's if none is given."""
+    logits = logits_of(call) if logits is None else logits
+    layer = (call["x"], call["norm_weight"], EPS, logits, call["expert_bias"])
     weights = (call[name] for name in ("gate_up", "down", "shared_gate_up", "shared_down"))
     options = {"limit": limit, "shared_limit": shared_limit, "width": i32(width), "adds_residual": adds_residual}
     return moe_step_cuda.run_experts(*layer, *weights, call["settings"], **options)

@@ -1,19 +1,20 @@
-"""The router and the experts of a step in CUDA C++: one launch; the equations are in `kernels/moe.py`.
+"""The experts of a step in CUDA C++: one launch behind the router's product; the equations are in `kernels/moe.py`.
 
-One program per multiprocessor, all there at once, and each does for itself what costs less than waiting for others:
+One program per multiprocessor, all there at once:
 
-1. It normalises the rows, multiplies them by its rows of the router, and waits until all programs have.
-2. It chooses the experts. What was chosen becomes a list of slots: the shared expert's, then each distinct expert once,
-   in ascending order, with the tokens that take it.
-3. A warp takes the gate and up row of one (slot, f) at a time: weights in registers, times the slot's tokens alone, so
+1. Each chooses the experts from the router's logits by itself and normalises the rows: that costs less than waiting for
+   another launch. What was chosen becomes a list of slots: the shared expert's, then each distinct expert once, in
+   ascending order, with the tokens that take it.
+2. A warp takes the gate and up row of one (slot, f) at a time: weights in registers, times the slot's tokens alone, so
    the arithmetic grows with the choices and not with slots times tokens, and CUDA cores keep up with the memory.
-4. With its last of these a warp asks for the first rows of its outputs of D, into a ring in shared memory; it waits
-   until all programs have come as far, and sums over the slots, asking for a row for each that it used.
+3. A warp that has no more of these asks for the weights of its outputs of D, waits until all programs have come as far,
+   and sums over the slots.
 
 A row's sum runs over its own slots in ascending order: it has the same bits in any company and at any width.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from math import inf
 from typing import Protocol
 
@@ -21,23 +22,18 @@ import torch
 
 from soloist.errors import UnsupportedError
 from soloist.kernels.launch import pdl_options
-from soloist.kernels.nvrtc import launch, load_kernel
-from soloist.kernels.persistent_cuda import PERSISTENT, SHARED_BYTES, arrivals, num_programs
+from soloist.kernels.nvrtc import PRELUDE, launch, load_kernel
 from soloist.kernels.read_ahead import shares
 
 # Most tokens of a step.
 MAX_ROWS = 16
 # Bytes of the next launch's weights that the experts ask for, measured on one H200, `docs/log.md`.
 READ_AHEAD_BYTES = 6 << 20
-# Numbers of tokens that have kernels of their own.
-_ROWS = (1, 4, 8, 12, MAX_ROWS)
-# Shared memory that `act` may take.
-_ACT_BYTES = 160 * 1024
-# Most rows of a warp's ring.
-_MAX_DEPTH = 16
+# Shared memory that activations may take.
+_SHARED_BYTES = 160 * 1024
 
 _SOURCE = (
-    PERSISTENT
+    PRELUDE
     + r"""
 constexpr int THREADS = WARPS * 32;
 constexpr int PER_LANE = NUM_EXPERTS / 32;
@@ -49,6 +45,33 @@ constexpr int CHOICES = NUM_SHARED + NUM_CHOSEN;
 constexpr int D_PIECES = HIDDEN / 8, F_PIECES = WIDTH / 8;
 constexpr int D_LOADS = (D_PIECES + 31) / 32, F_LOADS = (F_PIECES + LANES_PER_OUTPUT - 1) / LANES_PER_OUTPUT;
 constexpr int OUTPUTS_PER_WARP = 32 / LANES_PER_OUTPUT;
+
+#ifdef __CUDACC__
+__device__ unsigned long long load_acquire(const unsigned long long* p) {
+    unsigned long long x;
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(x) : "l"(p) : "memory");
+    return x;
+}
+__device__ unsigned long long add_release(unsigned long long* p) {
+    unsigned long long before;
+    asm volatile("atom.add.release.gpu.global.u64 %0, [%1], 1;" : "=l"(before) : "l"(p) : "memory");
+    return before;
+}
+#else
+__device__ unsigned long long load_acquire(const unsigned long long* p) { return *p; }
+__device__ unsigned long long add_release(unsigned long long* p) { return (*p)++; }
+#endif
+
+__device__ void multiply(const uint4& w, const uint4& x, float& even, float& odd) {
+    even += low(w.x) * low(x.x);
+    odd += high(w.x) * high(x.x);
+    even += low(w.y) * low(x.y);
+    odd += high(w.y) * high(x.y);
+    even += low(w.z) * low(x.z);
+    odd += high(w.z) * high(x.z);
+    even += low(w.w) * low(x.w);
+    odd += high(w.w) * high(x.w);
+}
 
 // Larger floats have larger keys; 0 is below all of them.
 __device__ unsigned key_of(float x) {
@@ -62,13 +85,13 @@ __device__ void load_run(const float* from, float* to) {
     if (PER_LANE % 4 == 0) {
 #pragma unroll
         for (int j = 0; j < PER_LANE; j += 4) {
-            const uint4 four = __ldcg((const uint4*)(p + j));
+            const uint4 four = *(const uint4*)(p + j);
             to[j] = __uint_as_float(four.x), to[j + 1] = __uint_as_float(four.y);
             to[j + 2] = __uint_as_float(four.z), to[j + 3] = __uint_as_float(four.w);
         }
     } else
 #pragma unroll
-        for (int j = 0; j < PER_LANE; ++j) to[j] = __ldcg(p + j);
+        for (int j = 0; j < PER_LANE; ++j) to[j] = p[j];
 }
 
 struct Choice {
@@ -136,7 +159,7 @@ __device__ void choose_of_token(Choice& s, int t, const float* logits, const flo
         }
     }
     __syncwarp();
-    const float mine = lane < NUM_CHOSEN ? sigmoid(__ldcg(row + s.chosen[t * NUM_CHOSEN + lane])) : 0.f;
+    const float mine = lane < NUM_CHOSEN ? sigmoid(row[s.chosen[t * NUM_CHOSEN + lane]]) : 0.f;
     const float factor = ROUTED_SCALE / (sum_of_lanes(mine) + 1e-20f);
     if (lane < NUM_CHOSEN) s.chosen_weight[t * NUM_CHOSEN + lane] = mine * factor;
     if (taken) atomicOr(&s.active[lane], taken);
@@ -191,60 +214,33 @@ __device__ void normalise(const uint4* x, const uint4* weight, float eps, int t,
     const float scale = rsqrtf(sum_of_lanes(even + odd) / HIDDEN + eps);
 #pragma unroll
     for (int j = 0; j < D_LOADS; ++j)
-        if (lane + 32 * j < D_PIECES)
-            h[t * D_PIECES + lane + 32 * j] = scale_piece(mine[j], weight[lane + 32 * j], scale);
-}
-
-// logits (T, NUM_EXPERTS) of this program's rows of the router: a (row, token) a warp at a time, the first row loaded.
-__device__ void route(const uint4* router, const uint4* h, int T, uint4* row, float* logits) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int num_rows = (NUM_EXPERTS - 1 - (int)blockIdx.x) / (int)gridDim.x + 1;
-    for (int i = warp; i < num_rows * T; i += WARPS) {
-        const int expert = i / T * gridDim.x + blockIdx.x, t = i % T;
-        float even = 0.f, odd = 0.f;
+        if (lane + 32 * j < D_PIECES) {
+            const uint4 of_norm = weight[lane + 32 * j];
+            const unsigned a[4] = {mine[j].x, mine[j].y, mine[j].z, mine[j].w};
+            const unsigned b[4] = {of_norm.x, of_norm.y, of_norm.z, of_norm.w};
+            unsigned y[4];
 #pragma unroll
-        for (int j = 0; j < D_LOADS; ++j)
-            if (lane + 32 * j < D_PIECES) {
-                if (i != warp) row[j] = router[(size_t)expert * D_PIECES + lane + 32 * j];
-                multiply(row[j], h[t * D_PIECES + lane + 32 * j], even, odd);
-            }
-        const float y = sum_of_lanes(even + odd);
-        if (lane == 0) logits[(size_t)t * NUM_EXPERTS + expert] = y;
-    }
-}
-
-// A warp's rows of W_down on their way: of one output after the other, of each slot after slot. A lane copies what it
-// alone reads.
-struct Ring {
-    uint4* pieces;
-    int unit, slot, at;
-
-    __device__ void ask(const Choice& s, int num_slots, int stride, const uint4* down, const uint4* shared_down) {
-        const int lane = threadIdx.x % 32, l = lane % LANES_PER_OUTPUT;
-        const int d = unit * OUTPUTS_PER_WARP + lane / LANES_PER_OUTPUT;
-        if (d < HIDDEN && num_slots) {
-            const int expert = s.expert[slot];
-            const uint4* p = expert < NUM_EXPERTS
-                ? down + ((size_t)expert * HIDDEN + d) * F_PIECES
-                : shared_down + ((size_t)d * NUM_SHARED + (expert - NUM_EXPERTS)) * F_PIECES;
-#pragma unroll
-            for (int j = 0; j < F_LOADS; ++j)
-                if (l + LANES_PER_OUTPUT * j < F_PIECES)
-                    copy_piece(pieces + (at * F_LOADS + j) * 32, p + l + LANES_PER_OUTPUT * j);
+            for (int k = 0; k < 4; ++k)
+                y[k] = to_bf16(low(a[k]) * scale * low(b[k])) | to_bf16(high(a[k]) * scale * high(b[k])) << 16;
+            h[t * D_PIECES + lane + 32 * j] = make_uint4(y[0], y[1], y[2], y[3]);
         }
-        if (++slot >= num_slots) slot = 0, unit += stride;
-        at = at + 1 == DEPTH ? 0 : at + 1;
-        // Also of nothing: rows are waited for by their number.
-        end_copies();
+}
+
+// arrivals: how many programs have ever come.
+__device__ void wait_for_all_programs(unsigned long long* arrivals) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        const unsigned long long mine = add_release(arrivals), all = (mine / gridDim.x + 1) * gridDim.x;
+        while (load_acquire(arrivals) < all) {}
     }
-};
+    __syncthreads();
+}
 
 // act (T, CHOICES, WIDTH); out (T, HIDDEN) = residual + sum over slots of weight * W_down act, residual may be null.
-// Dynamic shared memory: h (T, HIDDEN), in its place then act, if that is to be copied; every lane's sums; the rings of
-// the warps that have outputs.
+// Dynamic shared memory: h (T, HIDDEN), in its place then act, if that is to be copied; behind them every lane's sums.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-experts(const uint4* x, const uint4* norm_weight, float eps, int T, const uint4* router, float* logits,
-        const float* bias, const int* width, const uint4* gate_up, const uint4* shared_gate_up, const uint4* down,
+experts(const uint4* x, const uint4* norm_weight, float eps, int T, const float* logits, const float* bias,
+        const int* width, const uint4* gate_up, const uint4* shared_gate_up, const uint4* down,
         const uint4* shared_down, float limit, float shared_limit, const unsigned short* residual, uint4* act,
         int copies_act, unsigned long long* arrivals, const unsigned short* upcoming, int distance, int num_bytes,
         unsigned short* out) {
@@ -253,18 +249,12 @@ experts(const uint4* x, const uint4* norm_weight, float eps, int T, const uint4*
     const int first = warp * gridDim.x + blockIdx.x, stride = gridDim.x * WARPS;
     __shared__ Choice s;
     DYNAMIC_SHARED(uint4, h);
-    float* sums = (float*)(h + T * max(D_PIECES, copies_act ? CHOICES * F_PIECES : 0));
-    float* sum = sums + warp * T * 32 + lane;
-    Ring ring = {(uint4*)(sums + WARPS * T * 32) + warp * DEPTH * F_LOADS * 32 + lane, first, 0, 0};
-    const bool has_outputs = first * OUTPUTS_PER_WARP < HIDDEN;
+    float* sum = (float*)(h + T * max(D_PIECES, copies_act ? CHOICES * F_PIECES : 0)) + warp * T * 32 + lane;
     float add[PER_LANE];
     load_run(bias, add);
     if (warp == 0)
         for (int i = lane; i < HIDDEN / 64; i += 32) prefetch((const char*)norm_weight + i * 128);
     if (threadIdx.x == 0 && num_bytes) prefetch_run(upcoming + (size_t)distance * blockIdx.x, num_bytes);
-    const int routed = warp / T * gridDim.x + blockIdx.x;
-    if (router && routed < NUM_EXPERTS)
-        for (int i = lane; i < HIDDEN / 64; i += 32) prefetch(router + (size_t)routed * D_PIECES + i * 8);
     if (first < NUM_SHARED * WIDTH)
         for (int i = lane; i < HIDDEN / 64; i += 32) {
             const char* p = (const char*)(shared_gate_up + (size_t)first * D_PIECES) + i * 128;
@@ -276,20 +266,9 @@ experts(const uint4* x, const uint4* norm_weight, float eps, int T, const uint4*
     const int num_tokens = width ? min(T, *width) : T;
     // With few tokens the warps that normalise are not those that choose.
     for (int t = WARPS - 1 - warp; t < T; t += WARPS) normalise(x, norm_weight, eps, t, h);
-    if (router) {
-        uint4 row[D_LOADS];
-        if (routed < NUM_EXPERTS)
-#pragma unroll
-            for (int j = 0; j < D_LOADS; ++j)
-                if (lane + 32 * j < D_PIECES) row[j] = load_weights(router + (size_t)routed * D_PIECES + lane + 32 * j);
-        __syncthreads();
-        route(router, h, T, row, logits);
-        wait_for_all_programs(arrivals);
-    }
     choose_experts(s, num_tokens, logits, add);
 
     const int num_slots = num_tokens ? s.num_slots : 0;
-    bool has_asked = !has_outputs;
     for (int item = first; item < num_slots * WIDTH; item += stride) {
         const int slot = item / WIDTH, f = item % WIDTH, expert = s.expert[slot];
         const bool is_shared = expert >= NUM_EXPERTS;
@@ -303,10 +282,6 @@ experts(const uint4* x, const uint4* norm_weight, float eps, int T, const uint4*
                 gate[j] = load_weights(p + lane + 32 * j);
                 up[j] = load_weights(p_up + lane + 32 * j);
             }
-        if (!has_asked && item + stride >= num_slots * WIDTH) {
-            has_asked = true;
-            for (int i = 0; i < DEPTH; ++i) ring.ask(s, num_slots, stride, down, shared_down);
-        }
         const float bound = is_shared ? shared_limit : limit;
         for (unsigned tokens = s.tokens[slot]; tokens; tokens &= tokens - 1) {
             const int t = __ffs(tokens) - 1;
@@ -330,37 +305,48 @@ experts(const uint4* x, const uint4* norm_weight, float eps, int T, const uint4*
         }
     }
 
-    if (!has_asked)
-        for (int i = 0; i < DEPTH; ++i) ring.ask(s, num_slots, stride, down, shared_down);
-    wait_for_all_programs(arrivals);
-    if (copies_act) {
-        for (int i = threadIdx.x; i < num_tokens * CHOICES * F_PIECES; i += THREADS) h[i] = __ldcg(act + i);
-        __syncthreads();
-    }
-    const uint4* a = copies_act ? h : act;
     const int l = lane % LANES_PER_OUTPUT;
-    int at = 0;
-    for (int unit = first; unit * OUTPUTS_PER_WARP < HIDDEN; unit += stride) {
+    bool is_first = true;
+    for (int unit = first; is_first || unit * OUTPUTS_PER_WARP < HIDDEN; unit += stride) {
         const int d = unit * OUTPUTS_PER_WARP + lane / LANES_PER_OUTPUT;
         const bool is_output = d < HIDDEN;
         for (int t = 0; t < T; ++t)
             sum[t * 32] = l == 0 && is_output && residual ? low(residual[(size_t)t * HIDDEN + d]) : 0.f;
-        for (int slot = 0; slot < num_slots; ++slot) {
-            wait_for_copies<DEPTH - 1>();
-            uint4 w[F_LOADS];
+        for (int slots = 0; is_first || slots < num_slots; slots += SLOTS_AT_ONCE) {
+            uint4 w[SLOTS_AT_ONCE][F_LOADS];
 #pragma unroll
-            for (int j = 0; j < F_LOADS; ++j) w[j] = ring.pieces[(at * F_LOADS + j) * 32];
-            at = at + 1 == DEPTH ? 0 : at + 1;
-            for (unsigned tokens = is_output ? s.tokens[slot] : 0; tokens; tokens &= tokens - 1) {
-                const int t = __ffs(tokens) - 1, mine = slot * ROWS + t;
-                const uint4* p = a + (size_t)(t * CHOICES + s.place[mine]) * F_PIECES + l;
-                float even = 0.f, odd = 0.f;
+            for (int i = 0; i < SLOTS_AT_ONCE; ++i)
+                if (slots + i < num_slots && is_output) {
+                    const int expert = s.expert[slots + i];
+                    const uint4* p = expert < NUM_EXPERTS
+                        ? down + ((size_t)expert * HIDDEN + d) * F_PIECES
+                        : shared_down + ((size_t)d * NUM_SHARED + (expert - NUM_EXPERTS)) * F_PIECES;
 #pragma unroll
-                for (int j = 0; j < F_LOADS; ++j)
-                    if (l + LANES_PER_OUTPUT * j < F_PIECES) multiply(w[j], p[LANES_PER_OUTPUT * j], even, odd);
-                sum[t * 32] += s.weight[mine] * (even + odd);
+                    for (int j = 0; j < F_LOADS; ++j)
+                        if (l + LANES_PER_OUTPUT * j < F_PIECES) w[i][j] = load_weights(p + l + LANES_PER_OUTPUT * j);
+                }
+            if (is_first) {
+                is_first = false;
+                wait_for_all_programs(arrivals);
+                if (copies_act) {
+                    for (int i = threadIdx.x; i < num_tokens * CHOICES * F_PIECES; i += THREADS) h[i] = __ldcg(act + i);
+                    __syncthreads();
+                }
             }
-            ring.ask(s, num_slots, stride, down, shared_down);
+            const uint4* a = copies_act ? h : act;
+#pragma unroll
+            for (int i = 0; i < SLOTS_AT_ONCE; ++i) {
+                unsigned tokens = is_output && slots + i < num_slots ? s.tokens[slots + i] : 0;
+                for (; tokens; tokens &= tokens - 1) {
+                    const int t = __ffs(tokens) - 1, mine = (slots + i) * ROWS + t;
+                    const uint4* p = a + (size_t)(t * CHOICES + s.place[mine]) * F_PIECES + l;
+                    float even = 0.f, odd = 0.f;
+#pragma unroll
+                    for (int j = 0; j < F_LOADS; ++j)
+                        if (l + LANES_PER_OUTPUT * j < F_PIECES) multiply(w[i][j], p[LANES_PER_OUTPUT * j], even, odd);
+                    sum[t * 32] += s.weight[mine] * (even + odd);
+                }
+            }
         }
         for (int t = 0; t < T; ++t) {
             const float y = sum_of_lanes<LANES_PER_OUTPUT>(sum[t * 32]);
@@ -385,6 +371,18 @@ class RouterShape(Protocol):
     def routed_scaling_factor(self) -> float: ...
 
 
+@cache
+def _num_programs(device: torch.device) -> int:
+    """One program per multiprocessor; a CPU runs programs one after the other, so there is one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@cache
+def _arrivals(device: torch.device) -> torch.Tensor:
+    """() int64: what the programs of one launch wait by. Launches of one device follow each other."""
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
 def _lanes_per_output(F: int) -> int:
     """Lanes that share a row of F, so that none of them idles where that can be."""
     pieces = F // 8
@@ -395,8 +393,7 @@ def run_experts(
     x: torch.Tensor,
     norm_weight: torch.Tensor,
     eps: float,
-    router_weight: torch.Tensor | None,
-    logits: torch.Tensor | None,
+    logits: torch.Tensor,
     expert_bias: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
@@ -416,8 +413,7 @@ def run_experts(
         x: (T, D) bf16 residual stream, T <= 16.
         norm_weight: (D) bf16.
         eps: of the norm.
-        router_weight: (E, D) bf16, E a multiple of 32 up to 1024. None: its product is there already.
-        logits: (T, E) fp32, that product; else None.
+        logits: (T, E) fp32, E a multiple of 32 up to 1024.
         expert_bias: (E) fp32.
         gate_up: see `moe`, as the weights that follow.
         down: as there.
@@ -444,25 +440,12 @@ def run_experts(
             "sizes that are multiples of 8, up to 1024 experts in multiples of 32, groups that divide 32, up to 32 "
             "experts a token, and shared experts of a multiple of the experts' size"
         )
-    rows = min(rows for rows in _ROWS if rows >= T)
+    # A step of one token, and every other.
+    rows = 1 if T == 1 else MAX_ROWS
     # Two rows of D, 16 bytes a lane and piece, fit the registers of this many warps; of one token's rows they make the
     # fewest rounds.
     warps = 18 if D <= 2048 else 16
     lanes = _lanes_per_output(F)
-    device, programs = x.device, num_programs(x.device)
-    num_choices = num_shared + router.num_experts_per_tok
-    copies_act = rows * num_choices * F * 2 <= _ACT_BYTES
-    of_rows = max(2 * D, 2 * num_choices * F if copies_act else 0) + 4 * 32 * warps
-    # Per slot what `Choice` holds, and what else it does.
-    num_slots = num_shared + min(rows * router.num_experts_per_tok, E)
-    of_choice = num_slots * (8 + 5 * rows) + 8 * rows * router.num_experts_per_tok + 1024
-    # Of warps that have outputs, a row for each output that it computes side by side.
-    of_rings = min(warps, -(-D * lanes // (32 * programs))) * -(-F // (8 * lanes)) * 512
-    depth = min(_MAX_DEPTH, num_slots, (SHARED_BYTES - of_choice - rows * of_rows) // of_rings)
-    if depth < 1:
-        raise UnsupportedError(
-            f"{T} tokens, a hidden size of {D} and experts of size {F} do not fit into a multiprocessor's shared memory"
-        )
     definitions = {
         "HIDDEN": D,
         "WIDTH": F,
@@ -475,21 +458,23 @@ def run_experts(
         "WARPS": warps,
         "ROUTED_SCALE": f"{float(router.routed_scaling_factor)!r}f",
         "LANES_PER_OUTPUT": lanes,
-        "DEPTH": depth,
+        # So that a lane has 14 pieces at most on their way.
+        "SLOTS_AT_ONCE": max(1, 14 // -(-F // (8 * lanes))),
     } | ({"HAS_PDL": 1} if pdl_options()["PDL"] else {})
-    act = torch.empty((T, num_choices, F), dtype=x.dtype, device=device)
+    device = x.device
+    act = torch.empty((T, num_shared + router.num_experts_per_tok, F), dtype=x.dtype, device=device)
     out = torch.empty_like(x)
-    assert (router_weight is None) != (logits is None), "the router's weight or its product"
-    if logits is None:
-        logits = torch.empty((T, E), dtype=torch.float32, device=device)
-    ahead = next(iter(shares(upcoming, READ_AHEAD_BYTES, programs)), None)
+    act_bytes = act.numel() * act.element_size()
+    copies_act = act_bytes <= _SHARED_BYTES
+    num_programs = _num_programs(device)
+    ahead = next(iter(shares(upcoming, READ_AHEAD_BYTES, num_programs)), None)
     kernel = load_kernel(_SOURCE, "experts", tuple((key, str(value)) for key, value in definitions.items()), device)
     launch(
-        kernel, (programs, 1, 1), 32 * warps,
-        x, norm_weight, eps, T, router_weight, logits, expert_bias, width, gate_up, shared_gate_up, down, shared_down,
+        kernel, (num_programs, 1, 1), 32 * warps,
+        x, norm_weight, eps, T, logits, expert_bias, width, gate_up, shared_gate_up, down, shared_down,
         inf if limit is None else limit, inf if shared_limit is None else shared_limit,
-        x if adds_residual else None, act, int(copies_act), arrivals(device),
+        x if adds_residual else None, act, int(copies_act), _arrivals(device),
         *((None, 0, 0) if ahead is None else ahead), out,
-        shared_bytes=T * of_rows + depth * of_rings,
+        shared_bytes=max(T * D * 2, act_bytes if copies_act else 0) + warps * T * 32 * 4,
     )  # fmt: skip
     return out

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from soloist.kernels.allreduce import all_reduce_add
-from soloist.kernels.feed_forward import feed_forward
+from soloist.kernels.allreduce import all_reduce_add, linear_all_reduce
+from soloist.kernels.linear import norm_swiglu
 from soloist.kernels.moe import RouterSettings, moe
 from soloist.models.weights import Part, Weight, WeightSource, columns, rows
 
@@ -45,7 +45,8 @@ class DenseFeedForward:
 
     def __call__(self, x: torch.Tensor, width: torch.Tensor | None) -> torch.Tensor:
         """Transform each row of the residual stream (T, D) and add the result; `width` is not used."""
-        return feed_forward(x, self.norm, self.eps, self.gate_up, self.down, self.group)
+        h = norm_swiglu(x, self.norm, self.eps, self.gate_up)  # (T, F)
+        return linear_all_reduce(h, self.down, x, self.group)
 
 
 @dataclass(frozen=True, kw_only=True)
