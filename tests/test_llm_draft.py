@@ -7,6 +7,7 @@ import torch
 
 from soloist.errors import ContextLengthError, ModelNotFoundError, UnsupportedError, UsageError
 from soloist.llm import LLM, SamplingParams
+from soloist.spec.draft_model import DEFAULT_DRAFTS
 from tests.tiny_model import write_tiny_model
 from tests.tiny_vocabulary import make_backend
 
@@ -116,7 +117,7 @@ def test_the_default_context_is_what_both_can_hold(target, folder: Path):
     (short / "config.json").write_text(
         config.replace('"max_position_embeddings": 1024', '"max_position_embeddings": 100')
     )
-    assert make(target, draft=str(short), max_context_len=None).max_context_len == 98
+    assert make(target, draft=str(short), max_context_len=None).max_context_len == 100 - DEFAULT_DRAFTS["cpu"]
     with pytest.raises(ContextLengthError, match="the draft can follow 98 tokens, the context has room for 99"):
         make(target, draft=str(short), max_context_len=99)
     assert torch.get_num_threads() == 1
