@@ -109,14 +109,17 @@ def test_the_host_waits_for_a_record_that_is_late():
 
 
 @pytest.mark.parametrize("overshoot_s", [0.0, 0.0004])
-def test_a_host_whose_sleeps_overshoot_does_not_fall_behind(monkeypatch: pytest.MonkeyPatch, overshoot_s: float):
-    """On a clock of its own: steps of 1.3 ms follow each other as long as one is enqueued."""
+@pytest.mark.parametrize("prompt_s", [0.0, 0.08])
+def test_a_host_whose_sleeps_overshoot_does_not_fall_behind(
+    monkeypatch: pytest.MonkeyPatch, overshoot_s: float, prompt_s: float
+):
+    """On a clock of its own: steps of 1.3 ms follow each other as long as one is enqueued, the first behind a prompt."""
     device, step_s = ScriptedDevice(num_slots=4), 1.3e-3
     now_s, ends_s = [0.0], []
 
     def launch() -> None:
         device.launch()
-        ends_s.append(max(now_s[0], ends_s[-1] if ends_s else 0.0) + step_s)
+        ends_s.append(max(now_s[0], ends_s[-1] if ends_s else prompt_s) + step_s)
 
     def sleep(seconds: float) -> None:
         now_s[0] += seconds + overshoot_s
@@ -128,7 +131,7 @@ def test_a_host_whose_sleeps_overshoot_does_not_fall_behind(monkeypatch: pytest.
     for _ in range(300):
         queue.next()
     # The device was never without a step.
-    assert ends_s[-1] == pytest.approx(len(ends_s) * step_s)
+    assert ends_s[-1] == pytest.approx(prompt_s + len(ends_s) * step_s)
 
 
 def test_a_ring_in_which_records_would_be_overwritten_is_refused():

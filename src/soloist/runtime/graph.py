@@ -122,8 +122,8 @@ class StepQueue:
         self._launch, self._ring, self._run_ahead, self._num_top = launch, ring, run_ahead, num_top
         self._steps_per_launch = steps_per_launch
         self._num_in_flight = 0
-        # What the last wait for a record took, if it did not oversleep.
-        self._waited_s = 0.0
+        # Whether a record was taken, and what the last wait for one took; 0: not known, or it overslept.
+        self._has_begun, self._waited_s = False, 0.0
 
     def next(self) -> StepRecord:
         """Take the next step's record; enqueues as many steps as may be ahead."""
@@ -150,6 +150,9 @@ class StepQueue:
     def _take(self) -> StepRecord:
         record = self._ring.poll(self._num_top) or self._wait()
         self._num_in_flight -= 1
+        if not self._has_begun:
+            # Behind a prompt that the device was still reading.
+            self._has_begun, self._waited_s = True, 0.0
         return record
 
     def _wait(self) -> StepRecord:
@@ -159,8 +162,8 @@ class StepQueue:
         time.sleep(_SURE_SHARE * self._waited_s)
         record = self._ring.poll(self._num_top)
         if record is not None:
-            # Slept too long: a sleep may overshoot by more than a step, and must not be the measure of the next one.
-            self._waited_s /= 2
+            # Slept too long, which must not be the measure of the next sleep.
+            self._waited_s = 0.0
             return record
         pause_s = max(_POLL_S, _LOOK_SHARE * self._waited_s)
         while record is None:
