@@ -113,7 +113,7 @@ def test_the_host_waits_for_a_record_that_is_late():
 def test_a_host_whose_sleeps_overshoot_does_not_fall_behind(
     monkeypatch: pytest.MonkeyPatch, overshoot_s: float, prompt_s: float
 ):
-    """On a clock of its own: steps of 1.3 ms follow each other as long as one is enqueued, the first behind a prompt."""
+    """On a clock of its own: steps of 1.3 ms follow each other while one is enqueued, the first behind a prompt."""
     device, step_s = ScriptedDevice(num_slots=4), 1.3e-3
     now_s, ends_s = [0.0], []
 
