@@ -67,6 +67,13 @@ class PackedWeight:
         codes = {"int4": num_values // 2, "int8": num_values, "fp16": 2 * num_values}[self.kind]
         return codes + (0 if self.scales is None else self.scales.numel() * self.scales.element_size())
 
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """What inputs come in: the only dtype that int4 and int8 take, and for fp16 that in which it computes."""
+        if self.tiles is not None:
+            return torch.bfloat16
+        return torch.float32 if self.scales is None else self.scales.dtype
+
     def place_in(self, pages: step_cpu.LargePages) -> "PackedWeight":
         """Give the weight with its tiles in large pages; others are as they are."""
         if self.tiles is None:

@@ -147,7 +147,6 @@ def _is_same(own: Weight, part: Part, folder: SafetensorsFolder, group: TensorPa
         blocks = zip(own.split(COMPARED_ROWS), stored.split(COMPARED_ROWS), strict=True)
         return all(torch.equal(ours, theirs.to(ours.device, ours.dtype)) for ours, theirs in blocks)
     # Codes cannot be compared with values, but what they do can.
-    dtype = torch.float32 if own.scales is None else own.scales.dtype
-    probes = torch.randn(NUM_PROBES, stored.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
+    probes = torch.randn(NUM_PROBES, stored.shape[1], generator=torch.Generator().manual_seed(0)).to(own.input_dtype)
     wanted = torch.cat([linear(probes.float(), rows.float()) for rows in stored.split(COMPARED_ROWS)], dim=1)
     return bool((linear(probes, own)[:, : stored.shape[0]].float() - wanted).norm() < MAX_PACKING_ERROR * wanted.norm())
