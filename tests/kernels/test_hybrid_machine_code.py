@@ -10,8 +10,6 @@ from soloist.kernels import (
     kda_triton,
     kda_verify_cuda,
     launch,
-    mla_merge_cuda,
-    mla_step_cuda,
     mla_triton,
     moe_step_cuda,
     nvrtc,
@@ -57,7 +55,6 @@ def launch_mla() -> None:
     table = torch.empty(1024, P // 2)
     weights = MlaWeights(bf16(R), 1e-6, bf16(H * (K + K), R), H, K, 0.1)
     # The form of other sizes and dtypes too.
-    mla_step_cuda.can_run = mla_merge_cuda.can_run = lambda *_: False
     mla_triton.attend(MlaRows(q, kv, gate), weights, bf16(1024, R + P), i32(), RotaryTable(cos=table, sin=table))
 
 
@@ -90,7 +87,7 @@ def compile_cuda() -> list[Compiled]:
     def load_kernel(source: str, name: str, definitions: tuple[tuple[str, str], ...], device: torch.device) -> None:
         kernels.append(read_cubin(name, nvrtc._compile(source, name, definitions, divmod(ARCH, 10))))
 
-    for module in (moe_step_cuda, kda_verify_cuda, kda_commit_cuda, mla_step_cuda, mla_merge_cuda):
+    for module in (moe_step_cuda, kda_verify_cuda, kda_commit_cuda):
         module.load_kernel, module.launch = load_kernel, lambda *_, **__: None
     settings = RouterSettings(num_experts_per_tok=A, n_group=8, topk_group=4, routed_scaling_factor=2.5)
     weights = (bf16(E, 2 * F, D), bf16(E, D, F), bf16(2 * F, D), bf16(D, F))
@@ -99,9 +96,6 @@ def compile_cuda() -> list[Compiled]:
     rows, weights, cache, kept = kda_layer()
     kda_verify_cuda.verify(rows, weights, cache, kept)
     kda_commit_cuda.commit(KdaCache(*(x[None] for x in cache)), KdaKept(*(x[None] for x in kept)), i32())
-    splits = (torch.empty(44, T * H, 512), torch.empty(44, T * H), torch.empty(44, T * H))
-    mla_step_cuda.attend(bf16(T, H, 576), bf16(1024, 576), i32(), *splits, 0.1)
-    mla_merge_cuda.merge(*splits, bf16(H * 2 * K, 512), bf16(T, H), H, K)
     return kernels
 
 
@@ -122,11 +116,9 @@ BUDGETS = {
     "experts": (128, 16),
     "kda_verify": (120, 32),
     "kda_commit": (96, 16),
-    "attend": (255, 8),
-    "merge": (96, 24),
 }
 # They need NVRTC.
-IN_CUDA = {"experts", "kda_verify", "kda_commit", "attend", "merge"}
+IN_CUDA = {"experts", "kda_verify", "kda_commit"}
 
 
 def test_every_kernel_keeps_its_budget(kernels: dict[str, Compiled]):
@@ -141,7 +133,7 @@ def test_every_kernel_keeps_its_budget(kernels: dict[str, Compiled]):
 def test_every_kernel_waits_for_what_it_reads(kernels: dict[str, Compiled]):
     for name, kernel in kernels.items():
         # Two kinds of program, one wait each.
-        assert kernel.waits == (2 if name in ("prepare_kernel", "step_kernel") else 1), kernel
+        assert kernel.waits == (2 if name == "prepare_kernel" else 1), kernel
 
 
 def test_expert_weights_come_16_bytes_at_a_time_to_where_they_are_multiplied(kernels: dict[str, Compiled]):
@@ -153,9 +145,8 @@ def test_expert_weights_come_16_bytes_at_a_time_to_where_they_are_multiplied(ker
 
 
 def test_the_latent_cache_comes_in_copies_of_16_bytes_that_nobody_waits_for(kernels: dict[str, Compiled]):
-    for name in {"attention_kernel", "attend"} & set(kernels):
-        assert kernels[name].wide_copies >= 32 and kernels[name].narrow_copies == 0, kernels[name]
     kernel = kernels["attention_kernel"]
+    assert kernel.wide_copies >= 32 and kernel.narrow_copies == 0, kernel
     assert kernel.narrow_loads <= 2, kernel
     assert kernel.tensor_core_products >= 64, kernel
 
@@ -166,12 +157,12 @@ def test_states_and_weights_are_on_their_way_before_the_wait(kernels: dict[str, 
     # Latent maps: 128 x 128 of bf16, by 128 and by 256 threads.
     assert kernels["prepare_kernel"].wide_loads_before_wait >= 16
     assert kernels["combine_kernel"].wide_loads_before_wait >= 8
-    for name, loads in {"kda_verify": 8, "kda_commit": 8, "merge": 4}.items():
+    for name, loads in {"kda_verify": 8, "kda_commit": 8}.items():
         assert name not in kernels or kernels[name].wide_loads_before_wait >= loads, kernels[name]
 
 
 def test_what_is_a_product_runs_on_tensor_cores(kernels: dict[str, Compiled]):
-    for name, products in {"prepare_kernel": 16, "kda_verify": 48, "attend": 108, "merge": 8}.items():
+    for name, products in {"prepare_kernel": 16, "kda_verify": 48}.items():
         assert name not in kernels or kernels[name].tensor_core_products >= products, kernels[name]
 
 

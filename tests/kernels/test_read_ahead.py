@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from soloist.kernels.linear import PackedWeight
-from soloist.kernels.read_ahead import reading_ahead, shares
+from soloist.kernels.read_ahead import shares
 
 
 def weight(num_bytes: int) -> torch.Tensor:
@@ -28,12 +28,10 @@ def test_the_budget_goes_to_what_is_read_first():
     assert [64 * share.num_bytes for share in taken] == [1 << 20, 1 << 20]
 
 
-def test_nothing_is_asked_for_that_is_packed_empty_or_switched_off():
+def test_nothing_is_asked_for_that_is_packed_or_too_small():
     packed = object.__new__(PackedWeight)
     assert shares([packed], 1 << 20, 8) == ()
     assert shares([weight(1 << 20)], 0, 8) == ()
     # Less than a line of the cache each.
     assert shares([weight(1 << 10)], 1 << 20, 64) == ()
-    with reading_ahead(False):
-        assert shares([weight(1 << 20)], 1 << 20, 8) == ()
     assert shares([weight(1 << 20)], 1 << 20, 8)

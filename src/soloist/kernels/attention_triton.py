@@ -27,9 +27,8 @@ from soloist.kernels.read_ahead import read_ahead, shares
 
 # Most tokens of a step; more is a prompt.
 MAX_STEP_TOKENS = 16
-# Bytes of the next launches' weights that attention asks for in steps of one token and of more, measured on one H200,
-# `docs/log.md`.
-READ_AHEAD_BYTES, READ_AHEAD_BYTES_OF_MORE = 8 << 20, 24 << 20
+# Bytes of the next launches' weights that a step's attention asks for, measured on one H200, `docs/log.md`.
+READ_AHEAD_BYTES = 12 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,7 +324,7 @@ def attend_step(
     out = torch.empty((T, num_heads * K), dtype=qkv.dtype, device=qkv.device)
     shared = _shared_arguments(qkv, k_cache, num_heads) | {"SPLITS": splits, "BLOCK_S": settings.block_s}
     grid = (splits + 1, G, triton.cdiv(rows // G, block_m))
-    ahead = shares(upcoming, READ_AHEAD_BYTES if T == 1 else READ_AHEAD_BYTES_OF_MORE, math.prod(grid))
+    ahead = shares(upcoming, READ_AHEAD_BYTES, math.prod(grid))
     split_kernel[grid](
         qkv, qkv.stride(0), k_cache, v_cache, context_len, cos, sin, q_norm, k_norm, eps, acc, lse,
         T, S, K**-0.5 * math.log2(math.e), ahead, **shared,

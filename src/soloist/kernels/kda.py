@@ -16,7 +16,6 @@ Rounding, the same in every form: the convolution's output is rounded to the mod
 the output norm, y at the end. Everything between is fp32, above all the residual v - S k.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -227,7 +226,6 @@ def kda_step(
     cache: KdaCache,
     *,
     width: torch.Tensor | None = None,
-    upcoming: Sequence[object] = (),
 ) -> torch.Tensor:
     """Decode one token. The module's docstring has the equations.
 
@@ -236,7 +234,6 @@ def kda_step(
         weights: of the layer.
         cache: of the layer, written in place.
         width: () int32 on the device; at 0, behind the end of an answer, `state` and `conv` stay as they are. None: 1.
-        upcoming: weights that the next launches read, in order; a GPU reads them ahead (`read_ahead.py`).
 
     Returns:
         (1, H*V) in qkv's dtype.
@@ -248,7 +245,7 @@ def kda_step(
     if width is not None:
         expect(width, "", torch.int32, dims, name="width")
     if not use_reference(rows.qkv):
-        return kda_triton.step(rows, weights, cache, width=width, upcoming=upcoming)
+        return kda_triton.step(rows, weights, cache, width=width)
     if width is not None and int(width) == 0:
         cache = KdaCache(cache.state.clone(), cache.conv.clone())
     return kda_step_ref(rows, weights, cache)

@@ -6,8 +6,6 @@ One program owns one head and holds its state (V, K) fp32 in registers. What a p
 Source: Kimi Linear (arXiv 2510.26692), section 3.
 """
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -19,16 +17,11 @@ from soloist.kernels.launch import (
     pdl_options,
     wait_for_producers,
 )
-from soloist.kernels.read_ahead import read_ahead, shares
 
 # Rows of one WY block of a prompt.
 ROWS = 16
 # Three passes of bf16 give a product 17 bits, at two thirds of the time of TF32's three.
 DOT_PRECISION = "ieee" if IS_INTERPRETED else "bf16x3"
-# Bytes of the next launches' weights that a step asks for, and the programs that do nothing else, on multiprocessors
-# that would idle; measured on one H200, `docs/log.md`.
-READ_AHEAD_BYTES = 0 << 20
-_READERS = 64
 # Value channels of a head that one program of a WY block owns.
 BLOCK_V = 32
 
@@ -64,7 +57,6 @@ def step_kernel(
     width_ptr,
     eps,
     scale,
-    upcoming,
     C: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -76,14 +68,9 @@ def step_kernel(
 ):
     """One token of one head. state (H, V, K) and conv (3, C) are written in place, at a width above 0.
 
-    Grid: (H + programs that only read ahead,).
+    Grid: (H,).
     """
     head = tl.program_id(0)
-    if head >= H:
-        wait_for_producers(PDL)
-        let_consumers_start(PDL)
-        read_ahead(upcoming, head - H, INTERPRETED)
-        return
     i_k = tl.arange(0, K)
     i_v = tl.arange(0, V)
     c_q = head * K + i_k
@@ -182,13 +169,11 @@ def step(
     cache: KdaCache,
     *,
     width: torch.Tensor | None = None,
-    upcoming: Sequence[object] = (),
 ) -> torch.Tensor:
     """Launch `kda_step`; arguments as there."""
     H, V, K = cache.state.shape
     out = torch.empty((1, H * V), dtype=rows.qkv.dtype, device=rows.qkv.device)
-    ahead = shares(upcoming, READ_AHEAD_BYTES, _READERS)
-    step_kernel[(H + _READERS if ahead else H,)](
+    step_kernel[(H,)](
         *rows,
         *weights[:4],
         *cache,
@@ -196,7 +181,6 @@ def step(
         out if width is None else width,
         weights.eps,
         K**-0.5,
-        ahead,
         C=cache.conv.shape[1],
         K=K,
         V=V,

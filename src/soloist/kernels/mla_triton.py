@@ -8,8 +8,7 @@ Three launches for a step of T <= 16 rows, all reading the context length from d
    are split over programs, each of which leaves a partial result and its running maximum and sum.
 3. `combine_kernel`: merges the splits of one head in order, applies W_uv and the head's gate.
 
-The second and the third have faster forms for bf16 and the usual sizes: `kernels/mla_step_cuda.py` and
-`kernels/mla_merge_cuda.py`. A prompt is `kernels/mla_prompt.py`.
+A prompt is `kernels/mla_prompt.py`.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), absorbed form; FlashDecoding split over keys.
 """
@@ -18,7 +17,6 @@ import torch
 import triton
 import triton.language as tl
 
-from soloist.kernels import mla_merge_cuda, mla_step_cuda
 from soloist.kernels.launch import (
     IS_INTERPRETED,
     arrival_counters,
@@ -356,19 +354,12 @@ def _attend_splits(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Give what each split of the positions has found: partial results (splits, T*H, R), their maxima and sums."""
     T, H, X = query.shape
-    runs_in_cuda = mla_step_cuda.can_run(query, R)
     block_m = 16 if T * H <= 16 else 32 if T * H <= 32 else 64
     num_row_tiles = triton.cdiv(T * H, block_m)
-    if runs_in_cuda:
-        num_splits = mla_step_cuda.count_splits(T * H)
-    else:
-        num_splits = max(1, min(_MAX_SPLITS, _NUM_PROGRAMS // num_row_tiles))
+    num_splits = max(1, min(_MAX_SPLITS, _NUM_PROGRAMS // num_row_tiles))
     partial = torch.empty((num_splits, T * H, R), dtype=torch.float32, device=query.device)
     partial_max, partial_sum = torch.empty((2, num_splits, T * H), dtype=torch.float32, device=query.device)
     splits = (partial, partial_max, partial_sum)
-    if runs_in_cuda:
-        mla_step_cuda.attend(query, latent_cache, context_len, *splits, scale)
-        return splits
     attention_kernel[(num_row_tiles, num_splits)](
         query,
         latent_cache,
@@ -396,8 +387,6 @@ def _combine(
 ) -> torch.Tensor:
     """Give (T, H*V), gated, of what the splits have found."""
     _, _, w_kv_b, H, V, _ = weights
-    if mla_merge_cuda.can_run(w_kv_b, V):
-        return mla_merge_cuda.merge(*splits, w_kv_b, gate, H, V)
     num_splits, num_rows, R = splits[0].shape
     T, block_r = num_rows // H, min(R, _BLOCK_R)
     out = torch.empty((T, H * V), dtype=w_kv_b.dtype, device=w_kv_b.device)

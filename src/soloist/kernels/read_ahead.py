@@ -1,8 +1,8 @@
 """Reading ahead: launches that leave the memory idle bring weights of the launches behind them into the L2.
 
-A step is a chain of short launches, and the memory rests in many of them: while partial results are merged, while
-programs wait for each other, while a few programs advance a recurrent state. What is read next is known when the
-model is built, so such a launch asks for it and waits for none of it. It changes no result.
+A step is a chain of short launches, and the memory rests in some of them: while partial results are merged, or until it
+is known which experts are read. What comes next is known when the model is built, so such a launch asks for it and
+waits for none of it. It changes no result.
 
 A weight is asked for in equal shares, one a program, spread evenly over it: its launch then takes some of its rows from
 the L2 and the others from the memory at the same time.
@@ -10,9 +10,7 @@ the L2 and the others from the memory at the same time.
 Source: PTX `cp.async.bulk.prefetch.L2`.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,19 +21,8 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-_is_on: ContextVar[bool] = ContextVar("read_ahead", default=True)
 # Shares begin and end at lines of the cache.
 _LINE_BYTES = 128
-
-
-@contextmanager
-def reading_ahead(is_enabled: bool) -> Iterator[None]:
-    """Read ahead, or not, inside the block (the `--read-ahead` rung of the benchmark's ladder)."""
-    token = _is_on.set(is_enabled)
-    try:
-        yield
-    finally:
-        _is_on.reset(token)
 
 
 class Share(NamedTuple):
@@ -56,7 +43,7 @@ def shares(upcoming: Sequence[object], budget: int, num_programs: int) -> tuple[
         num_programs: of the launch that reads ahead.
     """
     taken = []
-    for weight in upcoming if _is_on.get() else ():
+    for weight in upcoming:
         if not isinstance(weight, torch.Tensor) or budget <= 0:
             continue
         total = weight.numel() * weight.element_size()

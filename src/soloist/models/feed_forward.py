@@ -41,7 +41,6 @@ class DenseFeedForward:
             Part(name=f"{layer}mlp.up_proj.weight", shape=(F, D), split=rows(F)),
         )
         self.down = weights.linear(Part(name=f"{layer}mlp.down_proj.weight", shape=(D, F), split=columns(F)))
-        self.first_weights: tuple[Weight, ...] = (self.gate_up,)
 
     def __call__(self, x: torch.Tensor, width: torch.Tensor | None) -> torch.Tensor:
         """Transform each row of the residual stream (T, D) and add the result; `width` is not used."""
@@ -113,10 +112,6 @@ class MixtureOfExperts:
             self.shared_gate_up = weights.experts(*parts, num_experts=1)[0]
             shared_down = Part(name=f"{shared}down_proj.weight", shape=(D, Fs), split=columns(Fs))
             self.shared_down = weights.experts(shared_down, num_experts=1)[0]
-        # Which experts are read is not known before the router's product.
-        self.first_weights: tuple[Weight, ...] = (self.router,)
-        if self.shared_gate_up is not None and self.shared_down is not None:
-            self.first_weights += (self.shared_gate_up, self.shared_down)
         # What is read behind the block, in order: the model's to say.
         self.upcoming: tuple[Weight, ...] = ()
 

@@ -89,8 +89,7 @@ class HybridCausalLM(CausalLM):
         self.norm = weights.tensor(Part(name="model.norm.weight", shape=(D,)))
         self.lm_head = weights.linear(Part(name="lm_head.weight", shape=(N, D), split=token_rows(N)))
         behind = [mixer.in_proj for mixer in self.mixers[1:]] + [self.lm_head]
-        for mixer, feed_forward, weight in zip(self.mixers, self.feed_forwards, behind, strict=True):
-            mixer.upcoming = (mixer.o_proj, *feed_forward.first_weights)
+        for feed_forward, weight in zip(self.feed_forwards, behind, strict=True):
             if isinstance(feed_forward, MixtureOfExperts):
                 feed_forward.upcoming = (weight,)
 

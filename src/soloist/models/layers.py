@@ -200,7 +200,7 @@ class DenseCausalLM(CausalLM):
         )
         D, F = config.hidden_size, config.intermediate_size
         feed_forward = DenseFeedForward(weights, prefix, hidden_size=D, intermediate_size=F, eps=config.rms_norm_eps)
-        mixer.upcoming = (mixer.o_proj, *feed_forward.first_weights)
+        mixer.upcoming = (mixer.o_proj, feed_forward.gate_up)
         return mixer, feed_forward
 
     @classmethod

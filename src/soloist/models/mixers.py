@@ -18,7 +18,7 @@ from soloist.kernels.mla_inputs import MlaRows, MlaWeights
 from soloist.kernels.rotary import RotaryTable
 from soloist.models.cache import LatentCache, RecurrentState, StepKind
 from soloist.models.memory import check_fits
-from soloist.models.weights import Part, Weight, WeightSource, columns, rows
+from soloist.models.weights import Part, WeightSource, columns, rows
 
 # Inputs a short convolution sees: its own and the three before.
 CONV_SIZE = 4
@@ -92,8 +92,6 @@ class KimiDeltaAttention:
         self.dt_bias = weights.tensor(dt_bias, dtype=torch.float32, init="bias")
         self.o_norm = weights.tensor(Part(name=f"{at}o_norm.weight", shape=(K,)))
         self.o_proj = weights.linear(Part(name=f"{at}o_proj.weight", shape=(D, H * K), split=columns(H)))
-        # What is read behind the recurrence, in order; the model adds the block behind this one.
-        self.upcoming: tuple[Weight, ...] = (self.o_proj,)
 
     def __call__(
         self, x: torch.Tensor, recurrent: RecurrentState, index: int, kind: StepKind, width: torch.Tensor | None
@@ -121,7 +119,7 @@ class KimiDeltaAttention:
         if kind is StepKind.VERIFY:
             out = kda_verify(rows, weights, cache, KdaKept(*(x[index] for x in recurrent.kept)))
         elif kind is StepKind.DECODE:
-            out = kda_step(rows, weights, cache, width=width, upcoming=self.upcoming)
+            out = kda_step(rows, weights, cache, width=width)
         else:
             out = kda_chunk(rows, weights, cache)
         return linear_all_reduce(out, self.o_proj, x, self.group)
@@ -220,8 +218,6 @@ class LatentAttention:
         self.kv_b_proj = weights.tensor(kv_b, init="normal")
         out = Part(name=f"{at}{s.o_proj}.weight", shape=(D, H * s.v_head_dim), split=columns(H))
         self.o_proj = weights.linear(out)
-        # What is read behind the attention, in order; the model adds the block behind this one.
-        self.upcoming: tuple[Weight, ...] = (self.o_proj,)
 
     def __call__(
         self,
