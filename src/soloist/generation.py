@@ -258,8 +258,9 @@ class Generation:
         self._start_s = self._prefilled_s = time.perf_counter()
         if not has_constraint:
             engine.prepare(SamplingPlan.of(self._params))
-        if engine.width_rule is not None and engine.switch is not None:
+        if engine.width_rule is not None:
             engine.width_rule.begin()
+        if engine.switch is not None:
             # Steps that are enqueued ahead cannot be timed one by one, timings would make the text differ, and every
             # rank has another clock.
             is_timed = not engine.execution.is_captured and engine.ranks.group.size == 1
