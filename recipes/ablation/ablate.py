@@ -58,7 +58,7 @@ VARIANTS: dict[str, tuple[ObjectiveSettings, str, Literal["adamw", "muon"], floa
     "no term": (NO_TERM, "own", "adamw", 2e-3),
     "CE alone": (replace(NO_TERM, ce_weight=1.0, l1_weight=0.0), "own", "adamw", 2e-3),
     "corpus text": (TERM, "corpus", "adamw", 2e-3),
-    "Muon": (TERM, "own", "muon", 5e-3),
+    "Muon": (TERM, "own", "muon", 8e-3),
 }
 REFERENCE = "term"
 SEEDS = (0, 1, 2)

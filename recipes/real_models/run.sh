@@ -26,7 +26,7 @@ train() {
     soloist draft train -m "$M" --data "$DATA/train.jsonl" --out "$W/draft" --device "$DEVICE" --seconds "$S" "$@" \
         --prompts "${PROMPTS:-8000}" -n "${TOKENS:-256}" --batch "${BATCH:-2048}" --temperatures 0,0,0.7 \
         --min-temperature 0.5 --block "${BLOCK:-5}" --layers "${LAYERS:-2}" --markov-rank "${RANK:-64}" \
-        --texts-per-step "${TEXTS:-128}" --anchors "${ANCHORS:-32}" --lr "${RATE:-4e-3}" \
+        --texts-per-step "${TEXTS:-128}" --anchors "${ANCHORS:-32}" --lr "${RATE:-8e-3}" \
         --optimizer "${OPTIMIZER:-muon}" --save-every 1000000 --no-heads --json
 }
 if [ "$DEVICE" = cpu ]; then
