@@ -262,7 +262,8 @@ def to_chrome(trace: Trace) -> dict[str, Any]:
 def save_trace(trace: Trace, path: Path) -> None:
     """Write a trace to a file, gzipped if its name ends in .gz."""
     data = json.dumps(to_chrome(trace), separators=(",", ":")).encode()
-    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+    # A trace of minutes is hundreds of megabytes: the last tenth of its size is not worth a minute more.
+    path.write_bytes(gzip.compress(data, compresslevel=3, mtime=0) if path.suffix == ".gz" else data)
 
 
 def _take_extras(trace: Trace, extras: dict[str, Any], stacks: list[Stack], zero_us: float) -> None:
