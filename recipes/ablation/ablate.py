@@ -1,14 +1,14 @@
-"""What each part of the recipe for drafts is worth: the same data and steps without it, three seeds each, on one GPU.
+"""What each part of the recipe for drafts is worth: the same data and steps without it, three seeds each.
 
-    term         as `soloist draft train`: CE, L1 distance and confidence, at the end the acceptance length
+    term         CE, L1 distance and confidence, at the end the acceptance length, on the target's answers; Muon
     no term      without the acceptance length
     CE alone     cross-entropy to the text and confidence, nothing of the target's law
     corpus text  as `term`, on what the corpus says behind the prompts instead of the target's own answers
-    Muon         as `term`, with Muon for the maps of layers and hidden states, at its own rate
+    AdamW        as `term`, with AdamW for everything, at its own rate
 
-All drafts are trained side by side, each in a process, for the same number of steps, which is chosen by what a step of
-all of them takes here. Each then answers the same held-out prompts in the engine, greedily and at a temperature of 0.7.
-Answers that repeat themselves are left out. Intervals are over prompts and seeds, resampled together.
+All drafts are trained for the same number of steps, each in a process: side by side for `--seconds`, or for `--steps`
+and so many at once as `--parallel` says. Each then answers the same held-out prompts in the engine, greedily and at a
+temperature of 0.7. Answers that repeat themselves are left out. Intervals are over prompts and seeds together.
 """
 
 import argparse
@@ -54,11 +54,11 @@ TERM = ObjectiveSettings(min_temperature=0.5)
 NO_TERM = replace(TERM, length_weight=0.0)
 # Objective, texts, optimiser, learning rate.
 VARIANTS: dict[str, tuple[ObjectiveSettings, str, Literal["adamw", "muon"], float]] = {
-    "term": (TERM, "own", "adamw", 2e-3),
-    "no term": (NO_TERM, "own", "adamw", 2e-3),
-    "CE alone": (replace(NO_TERM, ce_weight=1.0, l1_weight=0.0), "own", "adamw", 2e-3),
-    "corpus text": (TERM, "corpus", "adamw", 2e-3),
-    "Muon": (TERM, "own", "muon", 8e-3),
+    "term": (TERM, "own", "muon", 8e-3),
+    "no term": (NO_TERM, "own", "muon", 8e-3),
+    "CE alone": (replace(NO_TERM, ce_weight=1.0, l1_weight=0.0), "own", "muon", 8e-3),
+    "corpus text": (TERM, "corpus", "muon", 8e-3),
+    "AdamW": (TERM, "own", "adamw", 2e-3),
 }
 REFERENCE = "term"
 SEEDS = (0, 1, 2)
@@ -109,7 +109,7 @@ def make_settings(variant: str, seed: int, options: argparse.Namespace, num_step
         objective=VARIANTS[variant][0],
         num_steps=num_steps,
         documents_per_step=options.texts_per_step,
-        anchors_per_document=32 if is_gpu else 4,
+        anchors_per_document=options.anchors,
         learning_rate=VARIANTS[variant][3],
         optimizer=VARIANTS[variant][2],
         compute_dtype="bf16" if is_gpu else "fp32",
@@ -196,20 +196,8 @@ def work(job: Job, texts: list[Text], barrier: Any, step_s: Any, num_steps: Any,
         store = torch.load(
             states_file(options, job.variant), map_location=options.device, mmap=True, weights_only=False
         )
-        trial = Trainer(
-            target,
-            texts,
-            make_settings(job.variant, job.seed, options, 10**6),
-            num_tokens=tokenizer.num_tokens,
-            store=store,
-        )
-        trial.run(WARM_STEPS)
-        with contextlib.suppress(threading.BrokenBarrierError):
-            barrier.wait(MEETING_S)
-        start_s = time.perf_counter()
-        trial.run(WARM_STEPS + TIMED_STEPS)
-        step_s.put((time.perf_counter() - start_s) / TIMED_STEPS)
-        del trial
+        if options.steps is None:
+            step_s.put(time_step(job, target, texts, tokenizer.num_tokens, store, barrier))
         has_steps.wait()
         settings = make_settings(job.variant, job.seed, options, num_steps.value)
         trainer = Trainer(
@@ -242,6 +230,18 @@ def work(job: Job, texts: list[Text], barrier: Any, step_s: Any, num_steps: Any,
         step_s.put(0.0)
         traceback.print_exc()
         raise
+
+
+def time_step(job: Job, target: CausalLM, texts: list[Text], num_tokens: int, store: Any, barrier: Any) -> float:
+    """Say what a step takes while all other processes train too, in seconds."""
+    settings = make_settings(job.variant, job.seed, job.options, 10**6)
+    trial = Trainer(target, texts, settings, num_tokens=num_tokens, store=store)
+    trial.run(WARM_STEPS)
+    with contextlib.suppress(threading.BrokenBarrierError):
+        barrier.wait(MEETING_S)
+    start_s = time.perf_counter()
+    trial.run(WARM_STEPS + TIMED_STEPS)
+    return (time.perf_counter() - start_s) / TIMED_STEPS
 
 
 def states_file(options: argparse.Namespace, variant: str) -> Path:
@@ -318,10 +318,13 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="working folder")
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--seconds", type=float, default=240.0, help="of training, all side by side")
+    parser.add_argument("--steps", type=int, help="instead of --seconds")
+    parser.add_argument("--parallel", type=int, default=2, help="drafts trained at once, with --steps")
     parser.add_argument("--seeds", type=int, default=len(SEEDS))
     parser.add_argument("--num-prompts", type=int, default=6000)
     parser.add_argument("--num-held-out", type=int, default=100)
     parser.add_argument("--texts-per-step", type=int, default=64)
+    parser.add_argument("--anchors", type=int, default=32, help="places of a text that a step drafts from")
     parser.add_argument("--tokens", type=int, default=NUM_TOKENS, help="of an answer")
     parser.add_argument("--compare", action="store_true", help="train nothing: compare what is there")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -361,6 +364,11 @@ def train_all(options: argparse.Namespace, jobs: list[Job]) -> None:
         )
         for job in jobs
     ]
+    if options.steps is not None:
+        num_steps.value = options.steps
+        has_steps.set()
+        _run(processes, options.parallel)
+        return
     for process in processes:
         process.start()
     step_s = max(_take(times, len(jobs)))
@@ -373,11 +381,23 @@ def train_all(options: argparse.Namespace, jobs: list[Job]) -> None:
         process.join()
 
 
+def _run(processes: list[Any], count: int) -> None:
+    """Run processes to their end, so many at once."""
+    waiting, running = list(processes), []
+    while waiting or running:
+        while waiting and len(running) < count:
+            running.append(waiting.pop(0))
+            running[-1].start()
+        running[0].join(1)
+        running = [process for process in running if process.is_alive()]
+
+
 def main() -> None:
     """Train, compare, write."""
     options = parse_options()
     options.out.mkdir(parents=True, exist_ok=True)
-    jobs = [Job(variant=v, seed=s, options=options) for v in VARIANTS for s in SEEDS[: options.seeds]]
+    # Seed by seed, so that what is there early has all variants.
+    jobs = [Job(variant=v, seed=s, options=options) for s in SEEDS[: options.seeds] for v in VARIANTS]
     if not options.compare:
         train_all(options, jobs)
     files = [job.folder / "result.json" for job in jobs]
