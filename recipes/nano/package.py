@@ -34,20 +34,21 @@ demonstration, not an assistant. `recipes/nano` in Soloist's repository has the 
 ## Data
 
 Python source files alone, of the standard library of CPython 3.11 and of {num_packages} packages under permissive
-licences (MIT, BSD, Apache-2.0, ISC, PSF); `recipes/nano/manifest.json` names each with version and licence. Held out to
-measure on are whole packages, one standard module in twelve, and what in the rest is like them.
+licences (MIT, BSD, Apache-2.0, ISC, PSF), some of them held out to measure on; `recipes/nano/manifest.json` names each with version and
+licence. Training files that are like the held-out ones were left out.
 
 ## What it is worth
 
-On {held_out_bytes:,} bytes of held-out code: {bits_per_byte} bits per byte{baselines}. Of {completions} greedy
-continuations of 128 tokens of held-out functions and classes, {parsing_share:.0%} are valid Python up to their last
-complete statement; the mean share of distinct runs of four tokens is {distinct_4_gram_ratio_mean}. Measured on
-{device}.
+On {held_out_bytes:,} bytes of held-out code: {bits_per_byte} bits per byte{baselines}.
+
+Of {completions} greedy continuations of 128 tokens of held-out functions and classes, {parsing_share:.0%} are valid
+Python up to their last complete statement; the mean share of distinct runs of four tokens is
+{distinct_4_gram_ratio_mean}. Measured on one {device}.
 
 ## Commands
 
     soloist run -m soloist-nano "def "
-    bash recipes/nano/run.sh CORPUS OUT
+    {command}   # made it, at commit {commit}
 """
 
 
@@ -82,14 +83,14 @@ def write_card(folder: Path, draft: str, figures: dict[str, Any], record: dict[s
     (folder / "README.md").write_text(card)
 
 
-def write_target_card(folder: Path, figures: dict[str, Any]) -> None:
+def write_target_card(folder: Path, figures: dict[str, Any], command: str, commit: str) -> None:
     """Write the card of the target."""
     manifest = json.loads((ROOT / "recipes" / "nano" / "manifest.json").read_text())
     baselines = {key.removeprefix("bits_per_byte_"): bits for key, bits in figures.items() if "per_byte_" in key}
-    beside = ", ".join(f"{bits} with {name.replace('_', ' ')}" for name, bits in baselines.items())
+    beside = ", ".join(f"{name.replace('_', ' ')}: {bits}" for name, bits in baselines.items())
     names = {"num_packages": sum(not source["name"].startswith("cpython") for source in manifest)}
     names["baselines"] = f" ({beside})" if beside else ""
-    (folder / "README.md").write_text(TARGET_CARD.format(**figures, **names))
+    (folder / "README.md").write_text(TARGET_CARD.format(**figures, **names, command=command, commit=commit))
 
 
 def main() -> None:
@@ -108,7 +109,7 @@ def main() -> None:
     if args.baselines is not None:
         baselines = json.loads(args.baselines.read_text())
         found |= {key: value for key, value in baselines.items() if key.startswith("bits_per_byte_")}
-    write_target_card(package / "target", found)
+    write_target_card(package / "target", found, args.command, args.commit)
     log = [json.loads(line) for line in (args.run / "train" / "log.jsonl").read_text().splitlines()]
     head = {
         "date": datetime.now(UTC).date().isoformat(),

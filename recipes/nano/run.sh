@@ -1,11 +1,11 @@
 #!/bin/bash
-# run.sh CORPUS OUT [TARGET_SECONDS=380] [DRAFT_SECONDS=140, for two side by side]
+# run.sh CORPUS OUT [TARGET_SECONDS=380] [DRAFT_SECONDS=560, for two side by side]
 # All of soloist-nano on one GPU, from the repository root: training, its figures, both drafts, their figures.
 # CORPUS is what prepare_data.py, train_tokenizer.py and prompts.py wrote. OUT/run.log says how far it is, OUT/DONE that
 # it has ended; OUT/train/target is a checkpoint from the first minute on. Run again after an interruption, it goes on
 # from there. Takes TARGET_SECONDS + DRAFT_SECONDS + about 480 s. PYTHON chooses the interpreter. FLAGS for
 # train.py, if given, save trying which of them work.
-D=$1; W=$2; T=${3:-380}; S=${4:-140}
+D=$1; W=$2; T=${3:-380}; S=${4:-560}
 mkdir -p "$W"; exec >> "$W/run.log" 2>&1; rm -f "$W/DONE"
 export PYTHONPATH=$PWD/src:$PYTHONPATH PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore
 PY=${PYTHON:-python3}; HERE=recipes/nano
