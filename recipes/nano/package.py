@@ -34,8 +34,8 @@ demonstration, not an assistant. `recipes/nano` in Soloist's repository has the 
 ## Data
 
 Python source files alone, of the standard library of CPython 3.11 and of {num_packages} packages under permissive
-licences (MIT, BSD, Apache-2.0, ISC, PSF), some of them held out to measure on; `recipes/nano/manifest.json` names each with version and
-licence. Training files that are like the held-out ones were left out.
+licences (MIT, BSD, Apache-2.0, ISC, PSF), some of them held out to measure on; `recipes/nano/manifest.json` names each
+with version and licence. Training files that are like the held-out ones were left out.
 
 ## What it is worth
 
