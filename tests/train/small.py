@@ -36,6 +36,8 @@ def make_settings(**overrides: Any) -> TrainSettings:
         "documents_per_step": 4,
         "anchors_per_document": 6,
         "learning_rate": 3e-3,
+        # Muon rounds to bf16, and would tell apart what is compared to the last bits.
+        "optimizer": "adamw",
         "loss_rows": 37,
         "compute_dtype": "fp32",
         "log_every": 2,

@@ -97,10 +97,10 @@ def train(
     anchors: Annotated[
         int, typer.Option("--anchors", help="Places of a text that a step drafts from.", metavar="N")
     ] = 64,
-    learning_rate: Annotated[float, typer.Option("--lr", help="Highest learning rate.", metavar="X")] = 6e-4,
+    learning_rate: Annotated[float, typer.Option("--lr", help="Highest learning rate.", metavar="X")] = 5e-3,
     optimizer: Annotated[
         Literal["adamw", "muon"], typer.Option("--optimizer", help="Of the draft's maps; the rest has AdamW.")
-    ] = "adamw",
+    ] = "muon",
     ce_weight: Annotated[float, typer.Option("--ce-weight", help="Cross-entropy to the text.", metavar="X")] = 0.1,
     l1_weight: Annotated[float, typer.Option("--l1-weight", help="Distance of the laws.", metavar="X")] = 0.9,
     confidence_weight: Annotated[

@@ -1,4 +1,7 @@
-"""What a training run is asked to do. Owns the checks of these wishes; the defaults are DeepSpec's where it has one."""
+"""What a training run is asked to do. Owns the checks of these wishes.
+
+The defaults are DeepSpec's where it has one, but for the optimiser: with Muon short runs learn more in a step.
+"""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -114,9 +117,9 @@ class TrainSettings:
     documents_per_step: int = 32
     # Blocks drawn from a document in a step; fewer where its answer is short.
     anchors_per_document: int = 64
-    learning_rate: float = 6e-4
+    learning_rate: float = 5e-3
     # Of the maps of layers and of the hidden states; the rest has AdamW. Both take the same rate.
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: Literal["adamw", "muon"] = "muon"
     # Share of the steps in which the rate rises to its height; then it falls as a cosine to 0.
     warmup_share: float = 0.04
     weight_decay: float = 0.0
