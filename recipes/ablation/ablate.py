@@ -406,7 +406,7 @@ def main() -> None:
     compared = compare(results)
     result = Result(
         case="nano-ablation",
-        model=options.model.name,
+        model="soloist-nano",
         device=results[0]["device"],
         command=shlex.join(["python", "recipes/ablation/ablate.py", *sys.argv[1:]]),
         weights="real",
