@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+import mmap
 import shutil
 import subprocess
 from dataclasses import replace
@@ -178,6 +179,9 @@ class TestLinear:
             linear_residual(x, packed, torch.zeros(2, O))
         with pytest.raises(AssertionError, match=r"residual is \(1, 80\), expected \(2, 80\)"):
             linear_residual(x, packed, torch.zeros(1, O).bfloat16())
+        gate_up = pack_weight(draw(O * 2, I), "int8").tiles
+        with pytest.raises(AssertionError, match="a gated map has no bias"):
+            step_cpu.linear(x, gate_up, bias=torch.zeros(O * 2).bfloat16(), has_gate=True)
 
 
 @pytest.mark.usefixtures("library")
@@ -251,6 +255,15 @@ class TestAttention:
         k = torch.zeros(G, S, 64)
         assert not step_cpu.can_attend(torch.zeros(2, (H + 2 * G) * 64), k)
         assert attention_module.step_cpu is step_cpu
+
+
+def test_a_system_without_large_pages_has_small_ones(monkeypatch: pytest.MonkeyPatch):
+    # Advice that no kernel knows is refused as MADV_HUGEPAGE is by one that was built without.
+    monkeypatch.setattr(step_cpu.mmap, "MADV_HUGEPAGE", 9999)
+    with pytest.raises(OSError, match="Invalid argument"):
+        mmap.mmap(-1, mmap.PAGESIZE).madvise(step_cpu.mmap.MADV_HUGEPAGE)
+    x = torch.randint(256, (1000, 3), dtype=torch.uint8)
+    assert torch.equal(step_cpu.LargePages().place(x), x)
 
 
 def test_weights_in_large_pages_are_the_same_and_do_not_overlap(monkeypatch: pytest.MonkeyPatch):

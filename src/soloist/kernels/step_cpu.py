@@ -7,6 +7,7 @@ A call takes a few microseconds besides its work; the same in PyTorch's operator
 tensor and, between bf16 and fp32, its own copy.
 """
 
+import contextlib
 import ctypes
 import functools
 import mmap
@@ -67,7 +68,9 @@ class LargePages:
         if self._free.numel() < num_bytes:
             size = max(self._CHUNK_BYTES, num_bytes) + self._PAGE_BYTES
             mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            mapping.madvise(mmap.MADV_HUGEPAGE)
+            # A kernel that was built without such pages refuses the advice.
+            with contextlib.suppress(OSError):
+                mapping.madvise(mmap.MADV_HUGEPAGE)
             chunk = torch.frombuffer(mapping, dtype=torch.uint8)
             self._free = chunk[-chunk.data_ptr() % self._PAGE_BYTES :]
         # Rows of 64 bytes begin at multiples of 64.
@@ -178,6 +181,7 @@ def linear(
     assert residual is None or residual.dtype is x.dtype, f"residual: dtype {residual.dtype}, expected {x.dtype}"
     assert bias is None or (bias.shape[0] == O and bias.dtype is x.dtype), f"bias is {tuple(bias.shape)} {bias.dtype}"
     assert not has_gate or O % (2 * TILE) == 0, f"{O} gates and factors come in {2 * TILE}s"
+    assert not has_gate or (bias is None and residual is None), "a gated map has no bias and no residual"
     library = load()
     assert library is not None
     y = torch.empty((T, O // 2 if has_gate else O), dtype=out_dtype)
