@@ -157,7 +157,7 @@ def test_doctor_says_what_the_machine_is(capsys: pytest.CaptureFixture[str]):
     assert main(["doctor", "--json"]) == 0
     machine = json.loads(capsys.readouterr().out)
     assert machine["bandwidth_gb_per_s"] > 0 and machine["memory_gib"] >= machine["free_memory_gib"] > 0
-    assert machine["capabilities"]["answers on the CPU"] == "yes"
+    assert machine["capabilities"]["answers on the CPU"].startswith("yes")
     assert main(["doctor"]) == 0
     assert "GB/s" in capsys.readouterr().out
 

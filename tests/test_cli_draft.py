@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from soloist.cli import draft as draft_commands
 from soloist.cli import main
+from soloist.hub import BUILT_IN_DRAFTS, find_model
 from tests.tiny_model import write_tiny_model
 
 
@@ -86,7 +88,14 @@ def test_a_draft_without_a_checkpoint_writes_where_it_is_told(tiny: str, tmp_pat
     out, _ = capsys.readouterr()
     assert json.loads(out) == json.loads((tmp_path / "report.json").read_text())
     assert main([*words, "--out", str(tmp_path / "no" / "folder.json")]) == 2
-    assert "give --out" in capsys.readouterr()[1]
+    out, err = capsys.readouterr()
+    # Its work is not lost.
+    assert "greedy" in out and "give --out" in err
+
+
+@pytest.mark.parametrize("name", BUILT_IN_DRAFTS)
+def test_the_package_is_no_place_for_reports(name: str):
+    assert find_model(name).path is not None and draft_commands._beside(name) is None
 
 
 def test_a_draft_that_changes_an_answer_gives_exit_code_1(tiny: str, capsys, monkeypatch):

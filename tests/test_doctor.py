@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from soloist import doctor
+from soloist.kernels import step_cpu
 
 CPU = torch.device("cpu")
 
@@ -55,8 +56,17 @@ def test_threads_are_measured_apart(tmp_path: Path, measured: list[float], monke
 def test_a_machine_without_a_gpu_says_what_is_missing():
     machine = doctor.inspect_machine()
     assert machine.memory_gib >= machine.free_memory_gib > 0 and machine.bandwidth_gb_per_s > 0
-    assert machine.capabilities["answers on the CPU"] == "yes"
+    assert machine.capabilities["answers on the CPU"].startswith("yes")
     assert (machine.capabilities["answers on the GPU"] == "yes") == bool(machine.gpus and machine.triton)
+
+
+def test_a_machine_without_machine_code_says_so(monkeypatch: pytest.MonkeyPatch):
+    assert doctor.inspect_machine().cpu_machine_code == step_cpu.loaded_name()
+    monkeypatch.setattr(step_cpu, "load", lambda: None)
+    machine = doctor.inspect_machine()
+    assert machine.cpu_machine_code is None
+    assert "no machine code" in machine.capabilities["answers on the CPU"]
+    assert replace(machine, cpu_machine_code="avx2").capabilities["answers on the CPU"] == "yes"
 
 
 def test_gpus_that_cannot_reach_each_other_are_named():

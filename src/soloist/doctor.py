@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 import soloist
+from soloist.kernels import step_cpu
 from soloist.roofline import measure_bandwidth
 from soloist.runtime.comm import find_strangers
 
@@ -49,6 +50,9 @@ class Machine:
     cpu: str
     # Vector instructions that PyTorch uses, as in "AVX2".
     cpu_capability: str
+    # What Soloist's own machine code that runs steps here was built for, as in "avx512". None: none loads, PyTorch's
+    # operators run them.
+    cpu_machine_code: str | None
     # What PyTorch uses by default.
     num_threads: int
     memory_gib: float
@@ -71,7 +75,8 @@ class Machine:
             gpu = "no: PyTorch sees no CUDA device (is the driver loaded?)"
         else:
             gpu = "no: this PyTorch is a CPU build"
-        works = {"answers on the CPU": "yes", "answers on the GPU": gpu}
+        cpu = "yes" if self.cpu_machine_code else "yes, by PyTorch's operators: no machine code of Soloist's loads here"
+        works = {"answers on the CPU": cpu, "answers on the GPU": gpu}
         if len(self.gpus) > 1:
             pairs = ", ".join(f"{a} and {b}" for a, b in self.strangers)
             shared = f"no: GPUs {pairs} cannot read each other's memory" if pairs else "yes"
@@ -162,6 +167,7 @@ def inspect_machine() -> Machine:
         cuda=torch.version.cuda,
         cpu=cpu_name(),
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        cpu_machine_code=step_cpu.loaded_name(),
         num_threads=torch.get_num_threads(),
         memory_gib=total,
         free_memory_gib=free,

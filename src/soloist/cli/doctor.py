@@ -22,6 +22,7 @@ def doctor(as_json: Json = False, debug: Debug = False) -> None:
         "PyTorch": f"{machine.torch}, {f'CUDA {machine.cuda}' if machine.cuda else 'CPU build'}",
         "Triton": machine.triton or "not installed",
         "CPU": f"{machine.cpu}, {machine.num_threads} threads, {machine.cpu_capability}",
+        "machine code": machine.cpu_machine_code or "none for this CPU and system",
         "memory": f"{machine.memory_gib:.1f} GiB, {machine.free_memory_gib:.1f} GiB free",
         "bandwidth": f"{machine.bandwidth_gb_per_s:.1f} GB/s read, measured with {machine.num_threads} threads",
     }

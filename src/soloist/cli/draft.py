@@ -51,7 +51,7 @@ def check(
 ) -> int:
     """Answer prompts with and without a draft and compare: tokens, their law, log probabilities, the state left behind.
 
-    Exit code 1 if the draft changes an answer. A draft without a checkpoint has its report written only with --out.
+    Exit code 1 if the draft changes an answer. Drafts without a checkpoint and built-in ones need --out for a report.
     """
     if draft is None:
         raise UsageError("--draft says which draft to check")
@@ -98,26 +98,26 @@ def check(
             on_progress=bar,
         )
     found = report.to_json()
+    if as_json:
+        print(json.dumps(found))
+    else:
+        print(_in_words(report))
     if path is not None:
         try:
             path.write_text(json.dumps(found, indent=1) + "\n")
         except OSError as error:
             raise UsageError(f"the report cannot be written to {path} ({error.strerror}): give --out") from None
-    if as_json:
-        print(json.dumps(found))
-    else:
-        print(_in_words(report))
-        if path is not None:
+        if not as_json:
             print_dim(f"report: {path}")
     return 0 if report.passed else EXIT_FAILED
 
 
 def _beside(draft: str) -> Path | None:
-    """Give the place beside a draft's checkpoint; None: it has none."""
-    from soloist.hub import find_model
+    """Give the place beside a draft's checkpoint; None: it has none, or comes with the package."""
+    from soloist.hub import BUILT_IN_DRAFTS, find_model
     from soloist.spec import DRAFTERS
 
-    if draft in DRAFTERS:
+    if draft in DRAFTERS or draft in BUILT_IN_DRAFTS:
         return None
     path = find_model(draft).path
     assert path is not None

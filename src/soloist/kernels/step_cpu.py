@@ -121,6 +121,12 @@ def load() -> ctypes.CDLL | None:
     return None
 
 
+def loaded_name() -> str | None:
+    """Give what the machine code that `load` found was built for."""
+    library = load()
+    return None if library is None else Path(library._name).stem.removeprefix("step_")
+
+
 def can_map(num_outputs: int, num_inputs: int) -> bool:
     """Say whether weights of this shape can be held as tiles on this machine."""
     return num_outputs % TILE == 0 and num_inputs % GROUP == 0 and load() is not None
