@@ -24,7 +24,6 @@ using std::max;
 using std::min;
 
 struct uint2 { unsigned x, y; };
-static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 struct uint4 { unsigned x, y, z, w; };
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 template <class To, class From> static To cpu_bits(From from) {
@@ -34,7 +33,6 @@ template <class To, class From> static To cpu_bits(From from) {
     return to;
 }
 static inline float __uint_as_float(unsigned x) { return cpu_bits<float>(x); }
-static inline float __int_as_float(unsigned x) { return cpu_bits<float>(x); }
 static inline unsigned __float_as_uint(float x) { return cpu_bits<unsigned>(x); }
 static inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
@@ -64,9 +62,7 @@ static std::vector<CpuBarrier> cpu_warps;
 static std::vector<unsigned> cpu_exchange;
 
 static void __syncthreads() { cpu_program.wait(); }
-static void __threadfence() {}
 static void atomicOr(unsigned* p, unsigned bits) { *p |= bits; }
-static unsigned atomicAdd(unsigned* p, unsigned x) { return (*p += x) - x; }
 template <class T> static T cpu_shuffle(T x, int from) {
     const int me = threadIdx.x, warp = me / 32;
     cpu_exchange[me] = cpu_bits<unsigned>(x);
@@ -115,23 +111,6 @@ static void multiply_tile(float* c, unsigned a0, unsigned a1, unsigned a2, unsig
         }
     cpu_warps[warp].wait();
 }
-
-// Four tiles of 8 x 8 bf16: lane l has the address of row l % 8 of tile l / 8, and gets two neighbours of row l / 4 of each.
-static std::vector<const unsigned short*> cpu_rows;
-static void cpu_load_tiles(unsigned* x, const void* row, bool is_transposed) {
-    const int me = threadIdx.x, warp = me / 32, g = me % 32 / 4, piece = me % 4;
-    cpu_rows.resize(max(cpu_rows.size(), cpu_exchange.size()));
-    cpu_rows[me] = (const unsigned short*)row;
-    cpu_warps[warp].wait();
-    for (int tile = 0; tile < 4; ++tile) {
-        const auto* rows = &cpu_rows[warp * 32 + 8 * tile];
-        x[tile] = is_transposed ? rows[2 * piece][g] | rows[2 * piece + 1][g] << 16
-                                : rows[g][2 * piece] | rows[g][2 * piece + 1] << 16;
-    }
-    cpu_warps[warp].wait();
-}
-static void load_tiles(unsigned* x, const void* row) { cpu_load_tiles(x, row, false); }
-static void load_transposed_tiles(unsigned* x, const void* row) { cpu_load_tiles(x, row, true); }
 
 static void (*cpu_body)();
 static std::vector<char> cpu_is_done;

@@ -138,7 +138,7 @@ def attention(
     Source: Ainslie et al. 2023 (arXiv 2305.13245); query and key norm as in Qwen3.
     """
     if qkv.is_cpu and not use_reference_everywhere() and step_cpu.can_attend(qkv, k_cache):
-        # Unchecked: a prefill has passed the same caches and weights, and eight checks cost as much as a norm.
+        # It checks what it reads and writes; the checks below cost as much as a norm.
         return step_cpu.attention(
             qkv, k_cache, v_cache, context_len, cos, sin, num_heads, num_kv_heads, q_norm, k_norm, eps
         )

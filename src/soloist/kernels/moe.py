@@ -17,7 +17,6 @@ products; the router's logits and everything behind a are fp32, summed from x ov
 experts in ascending order, and rounded once.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -145,7 +144,7 @@ def moe(
     shared_limit: float | None = None,
     width: torch.Tensor | None = None,
     adds_residual: bool = True,
-    upcoming: Sequence[object] = (),
+    next_weight: object = None,
 ) -> torch.Tensor:
     """Add the routed and the shared experts to the residual stream. The module's docstring has the equations.
 
@@ -164,7 +163,7 @@ def moe(
         shared_limit: likewise of the shared expert's.
         width: () int32 on the device. Rows at or past it come back unchanged and touch no expert. None: all rows count.
         adds_residual: False leaves x out of the sum, for ranks that hold a part of every expert each.
-        upcoming: weights that the next launches read, in order; a GPU reads them ahead (`read_ahead.py`).
+        next_weight: what the next launch reads; a GPU reads some of it ahead (`read_ahead.py`). None: not known.
 
     Returns:
         (T, D) in x's dtype.
@@ -199,7 +198,7 @@ def moe(
         shared_limit=shared_limit,
         width=width,
         adds_residual=adds_residual,
-        upcoming=upcoming,
+        next_weight=next_weight,
     )
 
 

@@ -13,7 +13,6 @@ One program per multiprocessor, all there at once:
 A row's sum runs over its own slots in ascending order: it has the same bits in any company and at any width.
 """
 
-from collections.abc import Sequence
 from functools import cache
 from math import inf
 from typing import Protocol
@@ -242,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 experts(const uint4* x, const uint4* norm_weight, float eps, int T, const float* logits, const float* bias,
         const int* width, const uint4* gate_up, const uint4* shared_gate_up, const uint4* down,
         const uint4* shared_down, float limit, float shared_limit, const unsigned short* residual, uint4* act,
-        int copies_act, unsigned long long* arrivals, const unsigned short* upcoming, int distance, int num_bytes,
+        int copies_act, unsigned long long* arrivals, const unsigned short* next_weight, int distance, int num_bytes,
         unsigned short* out) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     // Neighbouring rows go to neighbouring multiprocessors: what takes long, the shared expert's, is spread.
@@ -254,7 +253,7 @@ experts(const uint4* x, const uint4* norm_weight, float eps, int T, const float*
     load_run(bias, add);
     if (warp == 0)
         for (int i = lane; i < HIDDEN / 64; i += 32) prefetch((const char*)norm_weight + i * 128);
-    if (threadIdx.x == 0 && num_bytes) prefetch_run(upcoming + (size_t)distance * blockIdx.x, num_bytes);
+    if (threadIdx.x == 0 && num_bytes) prefetch_run(next_weight + (size_t)distance * blockIdx.x, num_bytes);
     if (first < NUM_SHARED * WIDTH)
         for (int i = lane; i < HIDDEN / 64; i += 32) {
             const char* p = (const char*)(shared_gate_up + (size_t)first * D_PIECES) + i * 128;
@@ -405,7 +404,7 @@ def run_experts(
     shared_limit: float | None,
     width: torch.Tensor | None,
     adds_residual: bool,
-    upcoming: Sequence[object] = (),
+    next_weight: object = None,
 ) -> torch.Tensor:
     """Choose and run the experts of a step; weights, limits and width as `moe` in `kernels/moe.py` takes them.
 
@@ -424,7 +423,7 @@ def run_experts(
         shared_limit: as there.
         width: as there.
         adds_residual: as there.
-        upcoming: as there.
+        next_weight: as there.
 
     Returns:
         (T, D): x, if it is added, and all experts.
@@ -467,7 +466,7 @@ def run_experts(
     act_bytes = act.numel() * act.element_size()
     copies_act = act_bytes <= _SHARED_BYTES
     num_programs = _num_programs(device)
-    ahead = next(iter(shares(upcoming, READ_AHEAD_BYTES, num_programs)), None)
+    ahead = next(iter(shares([next_weight], READ_AHEAD_BYTES, num_programs)), None)
     kernel = load_kernel(_SOURCE, "experts", tuple((key, str(value)) for key, value in definitions.items()), device)
     launch(
         kernel, (num_programs, 1, 1), 32 * warps,

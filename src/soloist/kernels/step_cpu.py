@@ -246,6 +246,8 @@ def attention(
     """
     T, K, capacity, start = qkv.shape[0], k_cache.shape[2], k_cache.shape[1], int(context_len)
     assert start + T <= min(capacity, cos.shape[0]) and v_cache.shape == k_cache.shape and v_cache.is_contiguous()
+    assert k_cache.dtype is v_cache.dtype is qkv.dtype and k_cache.shape[0] == num_kv_heads
+    assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * K and cos.shape[1] == sin.shape[1] == K // 2
     library = load()
     assert library is not None
     out = torch.empty((T, num_heads * K), dtype=torch.bfloat16)

@@ -112,8 +112,8 @@ class MixtureOfExperts:
             self.shared_gate_up = weights.experts(*parts, num_experts=1)[0]
             shared_down = Part(name=f"{shared}down_proj.weight", shape=(D, Fs), split=columns(Fs))
             self.shared_down = weights.experts(shared_down, num_experts=1)[0]
-        # What is read behind the block, in order: the model's to say.
-        self.upcoming: tuple[Weight, ...] = ()
+        # What is read behind the block: the model's to say.
+        self.next_weight: Weight | None = None
 
     def __call__(self, x: torch.Tensor, width: torch.Tensor | None) -> torch.Tensor:
         """Transform each row of the residual stream (T, D) and add the result; rows at or past `width` are padding."""
@@ -133,7 +133,7 @@ class MixtureOfExperts:
             shared_limit=self.shared_limit,
             width=width,
             adds_residual=is_alone,
-            upcoming=self.upcoming,
+            next_weight=self.next_weight,
         )
         return y if is_alone else all_reduce_add(y, x, self.group)
 
