@@ -70,7 +70,12 @@ def _tiles(weight: Weight, x: torch.Tensor) -> step_cpu.Tiles | None:
 
 
 def linear(
-    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, *, out_dtype: torch.dtype | None = None
+    x: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    next_weight: object = None,
 ) -> torch.Tensor:
     """Apply a linear map.
 
@@ -81,6 +86,7 @@ def linear(
         weight: (O, I) the dtype of `x`, or packed.
         bias: (O) the dtype of `x`.
         out_dtype: dtype of the result; None: that of `x`.
+        next_weight: what the next launch reads; a GPU reads some of it ahead (`read_ahead.py`). None: not known.
 
     Returns:
         (T, O): fp32 sums, one rounding.
@@ -98,7 +104,8 @@ def linear(
         return linear_ref(x, weight, bias, out_dtype=out_dtype)
     if is_step_map(x, weight):
         settings = linear_triton.settings_for(*weight.shape)
-        return linear_triton.linear_step(x, None, 0.0, weight, bias, None, out_dtype or x.dtype, settings)
+        dtype = out_dtype or x.dtype
+        return linear_triton.linear_step(x, None, 0.0, weight, bias, None, dtype, settings, next_weight)
     return _matrix_product(x, weight, bias, out_dtype)
 
 
@@ -193,7 +200,9 @@ def norm_swiglu(
     return gate.mul_(up).to(x.dtype)
 
 
-def linear_residual(x: torch.Tensor, weight: Weight, residual: torch.Tensor) -> torch.Tensor:
+def linear_residual(
+    x: torch.Tensor, weight: Weight, residual: torch.Tensor, *, next_weight: object = None
+) -> torch.Tensor:
     """Apply a linear map and add it to the residual stream.
 
     y = residual + x W^T
@@ -202,6 +211,7 @@ def linear_residual(x: torch.Tensor, weight: Weight, residual: torch.Tensor) -> 
         x: (T, I).
         weight: (D, I) the dtype of `x`, or packed.
         residual: (T, D), the dtype of `x`.
+        next_weight: as in `linear`.
 
     Returns:
         (T, D), the dtype of `x`. The product is rounded to that dtype before it is added, but not in a GPU's step nor
@@ -212,5 +222,5 @@ def linear_residual(x: torch.Tensor, weight: Weight, residual: torch.Tensor) -> 
     expect(residual, "T D", x.dtype, {"T": x.shape[0], "D": weight.shape[0]}, name="residual")
     if not use_reference(x) and isinstance(weight, torch.Tensor) and is_step_map(x, weight):
         settings = linear_triton.settings_for(*weight.shape)
-        return linear_triton.linear_step(x, None, 0.0, weight, None, residual, x.dtype, settings)
+        return linear_triton.linear_step(x, None, 0.0, weight, None, residual, x.dtype, settings, next_weight)
     return residual + linear(x, weight)
