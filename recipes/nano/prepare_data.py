@@ -248,7 +248,8 @@ def find_packages(pins: dict[str, str], installed: list[Path], wheels: Path) -> 
         name = normalise(path.name.split("-")[0])
         if name in pins and name not in found:
             archive = zipfile.ZipFile(path)
-            (info,) = {n.partition("/")[0] for n in archive.namelist() if n.endswith(".dist-info/RECORD")}
+            # A wheel may hold other packages, with theirs.
+            (info,) = {n.partition("/")[0] for n in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/RECORD", n)}
             found[name] = archive.read, info
     for name in sorted(found):
         yield name, *found[name]

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 # Of a prompt, and least tokens of the function or class behind it.
 MIN_TOKENS, MAX_TOKENS, MIN_REST = 48, 192, 128
 # Prompts of a training file.
-PER_DOCUMENT = 4
+PER_DOCUMENT = 12
 
 
 def cut(lines: list[str], encode: Callable[[str], list[int]]) -> str | None:
@@ -67,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder with train.jsonl.gz and tokenizer.json")
     parser.add_argument("--out", type=Path, required=True, help="the .jsonl file")
-    parser.add_argument("--num-prompts", type=int, default=36000)
+    parser.add_argument("--num-prompts", type=int, default=60000)
     args = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(args.data / "tokenizer.json"))
     with gzip.open(args.data / "train.jsonl.gz", "rt") as file:

@@ -1,7 +1,7 @@
-"""Trains DSpark drafts of soloist-nano, all on the same answers, each for about so many seconds.
+"""Trains DSpark drafts of soloist-nano on the same answers, one after the other, all within so many seconds.
 
-The parts are those of `soloist draft train`, but answers are asked for once, by whichever process is the first, and the
-number of steps is what the time allows. `training.json` in a draft's folder says which it was.
+The parts are those of `soloist draft train`, but steps are CUDA graphs, and there are as many as the time allows.
+`training.json` in a draft's folder says how many; a draft that has it is not trained again.
 """
 
 import argparse
@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,21 +20,27 @@ from soloist.tokenizer import Tokenizer
 from soloist.train.batches import Text
 from soloist.train.capture import MemoryStore
 from soloist.train.checkpoint import save_draft
+from soloist.train.evaluate import distinct_ratio
 from soloist.train.prompts import Reader, read_prompts
 from soloist.train.responses import OwnSource, collect_texts, describe_mix
 from soloist.train.settings import DraftShape, ObjectiveSettings, TrainSettings
 from soloist.train.trainer import DTYPES, Figures, Trainer
 
-# Half of the answers are greedy: of those an engine is asked for most.
+# Every prompt is answered twice, greedily and drawn: of greedy answers an engine is asked for most.
 TEMPERATURES = (0.0, 0.7, 0.0, 1.0)
+ANSWERS = 2
+# Answers that repeat themselves are not measured, and teach nothing.
+MIN_DISTINCT = 0.6
 # Laws are compared at an answer's own temperature down to this: greedy ones ask for the likeliest token alone.
 OBJECTIVE = ObjectiveSettings(min_temperature=0.5)
 # Longest answer, and answers generated at once.
-NUM_TOKENS, BATCH_SIZE = 128, 2048
-# Steps that are not typical, steps that are timed, and texts they draw from.
-WARM_STEPS, TIMED_STEPS, NUM_TIMED_TEXTS = 20, 80, 4096
+NUM_TOKENS, BATCH_SIZE = 128, 8192
+# Steps that are not typical, and steps that are timed.
+WARM_STEPS, TIMED_STEPS = 20, 60
 # Steps between two looks at the clock.
-CHUNK_STEPS = 50
+CHUNK_STEPS = 200
+# Only for the first few steps.
+GUESSED_STEPS_PER_S = 100
 SAVE_EVERY_S = 60
 # Drafts have to fit into the repository beside the target. The last layer knows most of what comes: the MTP layer reads
 # it, and taught it to.
@@ -48,87 +53,113 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="the target's folder")
     parser.add_argument("--prompts", type=Path, required=True, help="what prompts.py wrote")
     parser.add_argument("--out", type=Path, required=True, help="gets dspark8/ for block 8, dspark16/ for block 15")
-    parser.add_argument("--blocks", type=int, nargs="*", default=[8, 15], help="none: only ask for the answers")
-    parser.add_argument("--seconds", type=float, required=True, help="of training, for each draft")
-    parser.add_argument("--num-prompts", type=int, default=36000)
+    parser.add_argument("--blocks", type=int, nargs="*", default=[8, 15])
+    parser.add_argument("--seconds", type=float, required=True, help="of everything, answers included")
+    parser.add_argument("--num-prompts", type=int, default=60000)
+    parser.add_argument("--no-graphs", action="store_true", help="launch the operations of a step one by one")
+    parser.add_argument("--fuse", choices=["auto", "always", "never"], default="auto", help="the loss; auto: try both")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
+    start_s = time.perf_counter()
     is_gpu = args.device != "cpu"
     weights_dtype = "bf16" if is_gpu else "fp32"
     dtype = DTYPES[weights_dtype]
     # Without an engine: nothing compiles or is recorded.
     target = load_model(args.model, device=torch.device(args.device), dtype=dtype, weights_dtype=weights_dtype)
-    tokenizer = Tokenizer.load(args.model)
-    num_ids = tokenizer.num_tokens
-    reader = Reader(encode=tokenizer.encode, render=None)
-    prompts = read_prompts(args.prompts, reader, limit=args.num_prompts, max_prompt_tokens=512, seed=0)
-    source = OwnSource(
-        model=target,
-        max_new_tokens=NUM_TOKENS,
-        num_tokens=num_ids,
-        eos_token_ids=tuple(sorted(tokenizer.stop_ids)),
-        batch_size=BATCH_SIZE,
-    )
+    num_ids = Tokenizer.load(args.model).num_tokens
     args.out.mkdir(parents=True, exist_ok=True)
-    file, start = args.out / "texts.jsonl", time.perf_counter()
-    texts = collect_texts(source, prompts, TEMPERATURES, seed=0, file=file)
-    print(f"{len(texts)} answers in {time.perf_counter() - start:.0f} s", flush=True)
+    num_prompts, texts = read_texts(args, target)
+    store = MemoryStore(texts, target, SHAPE.config_for(target.config).target_layer_ids, dtype)
+    print(f"[{time.perf_counter() - start_s:.0f} s] the states of {len(store.ids)} tokens are kept", flush=True)
 
-    for block in args.blocks:
+    is_compiled = None
+    blocks = [block for block in args.blocks if not (folder_of(args.out, block) / "training.json").is_file()]
+    for i, block in enumerate(blocks):
         settings = TrainSettings(
             shape=replace(SHAPE, block_size=block),
             objective=OBJECTIVE,
             documents_per_step=64 if is_gpu else 4,
             anchors_per_document=32 if is_gpu else 4,
             learning_rate=4e-3,
+            weight_decay=0.1,
             optimizer="muon",
             compute_dtype=weights_dtype,
             log_every=CHUNK_STEPS,
             stores_heads=False,
+            is_recorded=not args.no_graphs,
         )
-        make = partial(make_trainer, target, settings=settings, num_ids=num_ids)
-        is_fused = is_gpu and time_step(make(texts[:NUM_TIMED_TEXTS], is_fused=True)) < time_step(
-            make(texts[:NUM_TIMED_TEXTS], is_fused=False)
-        )
-        trainer = make(texts, is_fused=is_fused)
-        folder = args.out / ("dspark16" if block == 15 else f"dspark{block}")
-        train_for(trainer, args.seconds, folder)
+        if is_compiled is None and args.fuse == "auto":
+            whole, fused = (
+                time_step(target, texts, replace(settings, is_compiled=c), num_ids, store) for c in (False, True)
+            )
+            is_compiled = fused < whole
+        is_compiled = bool(is_compiled) or args.fuse == "always"
+        # Blocks twice as long take about twice the time.
+        left_s = args.seconds - (time.perf_counter() - start_s)
+        seconds = left_s * block / sum(blocks[i:])
+        trainer = Trainer(target, texts, replace(settings, is_compiled=is_compiled), num_tokens=num_ids, store=store)
+        folder = folder_of(args.out, block)
+        train_for(trainer, seconds, folder)
         figures = trainer.measure()
-        print(f"block {block}: {figures}", flush=True)
+        print(f"[{time.perf_counter() - start_s:.0f} s] block {block}: {figures}", flush=True)
         save_draft(folder, trainer.network, lm_head=None)
         record = {
-            "data": f"{len(prompts)} beginnings of functions and classes",
+            "data": f"{num_prompts} beginnings of functions and classes, {ANSWERS} answers each",
             "num_texts": len(texts),
             "texts_by_temperature": describe_mix(texts),
             "settings": trainer.settings.to_json(),
-            "seconds": args.seconds,
+            "seconds": round(seconds, 1),
             "held_out": asdict(figures),
             "torch": torch.__version__,
         }
         (folder / "training.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
-def make_trainer(
-    target: CausalLM, texts: Sequence[Text], *, settings: TrainSettings, num_ids: int, is_fused: bool
-) -> Trainer:
-    """Make a trainer that keeps the target's states of all texts on the device."""
-    layers = settings.shape.config_for(target.config).target_layer_ids
-    store = MemoryStore(texts, target, layers, DTYPES[settings.compute_dtype])
-    own = replace(settings, is_compiled=is_fused)
-    return Trainer(target, texts, own, num_tokens=num_ids, folder=None, store=store)
+def folder_of(out: Path, block: int) -> Path:
+    """Say where a draft goes."""
+    return out / ("dspark16" if block == 15 else f"dspark{block}")
 
 
-def time_step(trainer: Trainer) -> float:
+def read_texts(args: argparse.Namespace, target: CausalLM) -> tuple[int, list[Text]]:
+    """Have the prompts answered; give their number, and the answers that do not repeat themselves."""
+    tokenizer = Tokenizer.load(args.model)
+    reader = Reader(encode=tokenizer.encode, render=None)
+    prompts = read_prompts(args.prompts, reader, limit=args.num_prompts, max_prompt_tokens=512, seed=0)
+    source = OwnSource(
+        model=target,
+        max_new_tokens=NUM_TOKENS,
+        num_tokens=tokenizer.num_tokens,
+        eos_token_ids=tuple(sorted(tokenizer.stop_ids)),
+        batch_size=BATCH_SIZE,
+    )
+    start_s = time.perf_counter()
+    asked = [prompt for prompt in prompts for _ in range(ANSWERS)]
+    found = collect_texts(source, asked, TEMPERATURES, seed=0, file=args.out / "texts.jsonl")
+    texts = [text for text in found if distinct_ratio(text.token_ids[text.num_prompt :]) >= MIN_DISTINCT]
+    took_s = time.perf_counter() - start_s
+    print(f"{len(found)} answers in {took_s:.0f} s, {len(texts)} that do not repeat themselves", flush=True)
+    if target.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return len(prompts), texts
+
+
+def time_step(
+    target: CausalLM, texts: Sequence[Text], settings: TrainSettings, num_ids: int, store: MemoryStore
+) -> float:
     """Give the seconds of a step; infinite where it fails: not everything compiles everywhere."""
+    start_s = time.perf_counter()
     try:
+        trainer = Trainer(target, texts, settings, num_tokens=num_ids, store=store)
         trainer.run(WARM_STEPS)
-        start = time.perf_counter()
+        warm_s = time.perf_counter()
         trainer.run(WARM_STEPS + TIMED_STEPS)
-        step_s = (time.perf_counter() - start) / TIMED_STEPS
+        step_s = (time.perf_counter() - warm_s) / TIMED_STEPS
     except Exception as error:  # noqa: BLE001 - compilers raise many kinds
-        print(f"is_compiled={trainer.settings.is_compiled}: {type(error).__name__}: {error}", flush=True)
+        print(f"is_compiled={settings.is_compiled}: {type(error).__name__}: {error}", flush=True)
         return math.inf
-    print(f"is_compiled={trainer.settings.is_compiled}: {step_s * 1e3:.1f} ms a step", flush=True)
+    print(
+        f"is_compiled={settings.is_compiled}: {step_s * 1e3:.1f} ms a step, {warm_s - start_s:.0f} s first", flush=True
+    )
     return step_s
 
 
@@ -141,9 +172,13 @@ def train_for(trainer: Trainer, seconds: float, folder: Path) -> None:
     def say(figures: Figures, num_steps: int, tok_per_s: float) -> None:
         print(json.dumps(asdict(figures) | {"of": num_steps, "tok_per_s": round(tok_per_s)}), flush=True)
 
+    last_save_s = start_s = time.perf_counter()
+    # A guess of how many there will be, for the rate at first.
+    trainer.settings = replace(trainer.settings, num_steps=max(int(seconds * GUESSED_STEPS_PER_S), 1))
     trainer.run(WARM_STEPS)
-    start_s = last_save_s = time.perf_counter()
-    step_s = seconds / trainer.settings.num_steps
+    chunk_s, first = time.perf_counter(), trainer.step
+    trainer.run(first + TIMED_STEPS)
+    step_s = (time.perf_counter() - chunk_s) / (trainer.step - first)
     while True:
         chunk_s, first = time.perf_counter(), trainer.step
         num_left = int((start_s + seconds - chunk_s) / step_s)

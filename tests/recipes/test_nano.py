@@ -20,7 +20,6 @@ sys.path.insert(0, str(RECIPE))
 import data  # noqa: E402
 import evaluate  # noqa: E402
 import forward as forward_module  # noqa: E402
-import optimizer  # noqa: E402
 import polish  # noqa: E402
 import prepare_data  # noqa: E402
 import train_drafts  # noqa: E402
@@ -98,19 +97,6 @@ def test_packs_hold_every_token_once_an_epoch_and_no_document_is_too_long(monkey
     epochs = [np.concatenate([next(drawn)[0] for _ in in_order]) for _ in range(2)]
     assert (epochs[0] != epochs[1]).any()
     assert all(np.sort(epoch).tolist() == np.sort(tokens).tolist() for epoch in epochs)
-
-
-def test_an_update_of_muon_is_orthogonal_for_wide_tall_and_stacked_matrices():
-    torch.manual_seed(0)
-    for shape in ((6, 20), (20, 6), (3, 5, 8)):
-        singular = torch.linalg.svdvals(optimizer.orthogonal(torch.randn(3, *shape[-2:])).float())
-        assert singular.min() > 0.6 and singular.max() < 1.3
-        tensor = torch.randn(shape, requires_grad=True)
-        before = tensor.detach().clone()
-        tensor.grad = torch.randn(shape)
-        optimizer.Muon([tensor], weight_decay=0.0).step(0.01)
-        step = (tensor.detach() - before).square().mean().sqrt()
-        assert 0.6 * 0.002 < step < 1.3 * 0.002
 
 
 def test_a_few_steps_lower_the_loss_and_the_checkpoint_is_read_back(config, tmp_path):

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -128,6 +129,25 @@ def test_a_draft_begins_with_the_final_norm_of_its_target(tmp_path: Path):
     assert torch.equal(trainer.network.norm.weight.data, target.norm)
     trainer.run(1)
     assert not torch.equal(trainer.network.norm.weight.data, target.norm)
+
+
+def test_steps_of_one_shape_train_as_packed_ones(tmp_path: Path):
+    target = load_target(tmp_path / "target")
+    texts, settings = make_texts(target, 12), make_settings(optimizer="muon")
+    layers = settings.shape.config_for(target.config).target_layer_ids
+    store = MemoryStore(texts, target, layers, torch.float32)
+    packed = Trainer(target, texts, settings, store=store)
+    packed.run(1)
+    recorded = Trainer(target, texts, replace(settings, is_recorded=True), store=store)
+    recorded.run(1)
+    for name, p in parameters(packed).items():
+        # Muon rounds to bf16.
+        torch.testing.assert_close(parameters(recorded)[name], p, rtol=2e-2, atol=1e-4)
+    packed.run()
+    recorded.run()
+    assert abs(packed.measure().loss - recorded.measure().loss) < 1e-2
+    with pytest.raises(UsageError, match="kept in memory"):
+        Trainer(target, texts, replace(settings, is_recorded=True))
 
 
 def test_muon_has_the_maps_of_hidden_states_and_no_table_of_the_vocabulary(tmp_path: Path):

@@ -4,6 +4,7 @@ Owns the order of documents and the choice of anchors, both functions of seed an
 resumed, or spread over processes, sees the same.
 """
 
+import functools
 import hashlib
 import itertools
 from collections.abc import Sequence
@@ -65,10 +66,20 @@ def choose_texts(num_texts: int, count: int, seed: int, step: int) -> list[int]:
     first, last = step * count, (step + 1) * count
     chosen: list[int] = []
     for epoch in range(first // num_texts, (last - 1) // num_texts + 1):
-        order = torch.randperm(num_texts, generator=torch.Generator().manual_seed(_mix(seed, epoch, 0)))
         start = epoch * num_texts
-        chosen += order[max(first - start, 0) : min(last - start, num_texts)].tolist()
+        chosen += _order(num_texts, seed, epoch)[max(first - start, 0) : min(last - start, num_texts)].tolist()
     return chosen
+
+
+@functools.lru_cache(maxsize=2)
+def _order(num_texts: int, seed: int, epoch: int) -> torch.Tensor:
+    """Give the order of an epoch (num_texts,)."""
+    return torch.randperm(num_texts, generator=torch.Generator().manual_seed(_mix(seed, epoch, 0)))
+
+
+def draw_bases(numbers: Sequence[int], seed: int, step: int) -> list[int]:
+    """Give what the anchors of each document are drawn from in a step."""
+    return [_mix(seed, step, number + 1) for number in numbers]
 
 
 def make_batch(
@@ -92,51 +103,85 @@ def make_batch(
         step: of the run.
         device: of the batch.
     """
-    B = block_size
-    anchors, is_real = _choose_anchors(texts, numbers, num_anchors, seed, step)
     lengths = [len(text.token_ids) for text in texts]
-    starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)  # (n,)
     input_ids = torch.tensor(list(itertools.chain.from_iterable(text.token_ids for text in texts)))  # (T,)
-    positions = anchors[..., None] + torch.arange(B)  # (n, A, B)
-    length = torch.tensor(lengths)[:, None, None]
-    is_counted = is_real[..., None] & (positions + 1 < length)
-    first = starts[:, None, None]
+    table = [lengths, [text.num_prompt for text in texts], draw_bases(numbers, seed, step)]
+    length, num_prompt, bases = send(torch.tensor(table), device)
+    return place_blocks(
+        send(input_ids, device),
+        Documents(lengths, device),
+        length,
+        num_prompt,
+        send(torch.tensor([text.temperature for text in texts]), device),
+        bases,
+        num_places=max(text.num_candidates for text in texts),
+        num_anchors=num_anchors,
+        block_size=block_size,
+    )
+
+
+def place_blocks(
+    input_ids: torch.Tensor,
+    documents: Documents,
+    length: torch.Tensor,
+    num_prompt: torch.Tensor,
+    temperatures: torch.Tensor,
+    bases: torch.Tensor,
+    *,
+    num_places: int,
+    num_anchors: int,
+    block_size: int,
+) -> Batch:
+    """Choose anchors on the device, without the host.
+
+    Args:
+        input_ids: (T,) int64.
+        documents: of these rows; they may be longer than what there is of a text, and what is behind it is never read.
+        length: (n,) int64 of the texts.
+        num_prompt: (n,) int64.
+        temperatures: (n,) fp32.
+        bases: (n,) int64, as `draw_bases` gives them.
+        num_places: at least the most places of a text that a block can begin at.
+        num_anchors: A.
+        block_size: B.
+    """
+    anchors, is_real = _choose_anchors(length - num_prompt, bases, num_places, num_anchors)
+    anchors = anchors + num_prompt[:, None] - 1  # (n, A)
+    positions = anchors[..., None] + torch.arange(block_size, device=anchors.device)  # (n, A, B)
+    last = length[:, None, None] - 1
+    first = documents.starts[:, None, None]
     # Slots behind the end look at the last row, and do not count.
-    rows = first + positions.minimum(length - 1)
-    label_rows = first + (positions + 1).minimum(length - 1)
+    rows = first + positions.minimum(last)
     return Batch(
-        documents=Documents(lengths, device),
-        input_ids=send(input_ids, device),
-        anchors=send(anchors, device),
-        anchor_ids=send(input_ids[rows[..., 0]], device),
-        previous_ids=send(input_ids[rows], device),
-        labels=send(input_ids[label_rows], device),
-        teacher_rows=send(rows, device),
-        is_counted=send(is_counted, device),
-        temperatures=send(torch.tensor([text.temperature for text in texts]), device),
+        documents=documents,
+        input_ids=input_ids,
+        anchors=anchors,
+        anchor_ids=input_ids[rows[..., 0]],
+        previous_ids=input_ids[rows],
+        labels=input_ids[first + (positions + 1).minimum(last)],
+        teacher_rows=rows,
+        is_counted=is_real[..., None] & (positions < last),
+        temperatures=temperatures,
     )
 
 
 def _choose_anchors(
-    texts: Sequence[Text], numbers: Sequence[int], num_anchors: int, seed: int, step: int
+    counts: torch.Tensor, bases: torch.Tensor, num_places: int, num_anchors: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose places that blocks begin at: (n, A) int64, sorted, and (n, A) bool, which are no dummies.
+    """Choose among `counts` (n,) places of each document: (n, A) int64, sorted, and (n, A) bool, which are no dummies.
 
-    Every place of a document gets a random number, and the first A by that are taken: for all documents at once, since
-    a processor that launches a GPU's work has no time for a loop.
+    Every place of a document gets a random number, and the first A by that are taken.
     """
-    counts = torch.tensor([text.num_candidates for text in texts])[:, None]  # (n, 1)
-    bases = torch.tensor([_mix(seed, step, number + 1) for number in numbers])[:, None]  # (n, 1)
-    place = torch.arange(max(int(counts.max()), num_anchors))  # (P,)
+    counts, bases = counts[:, None], bases[:, None]  # (n, 1)
+    place = torch.arange(max(num_places, num_anchors), device=counts.device)  # (P,)
     is_there = place < counts  # (n, P)
     # 62 bits, so that places that are not there come last.
-    keys = torch.where(is_there, _scramble(bases + place * 0x9E3779B97F4A7C15 % 2**63) >> 2, 2**62)
+    keys = torch.where(is_there, _scramble(bases + place * (0x9E3779B97F4A7C15 - 2**64)) >> 2, 2**62)
     ranks = keys.argsort(dim=1)[:, :num_anchors]  # (n, A)
     # Places first, in order, then those that are not there.
     chosen = torch.where(ranks < counts, ranks, len(place)).sort(dim=1).values
     is_real = chosen < counts
-    chosen = torch.where(is_real, chosen, chosen[:, :1])
-    return chosen + torch.tensor([text.num_prompt - 1 for text in texts])[:, None], is_real
+    return torch.where(is_real, chosen, chosen[:, :1]), is_real
 
 
 def _scramble(x: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -108,32 +109,36 @@ class MemoryStore:
     """
 
     def __init__(self, texts: Sequence[Text], model: CausalLM, layers: Sequence[int], dtype: torch.dtype) -> None:
+        self.texts = texts
         lengths = [len(text.token_ids) for text in texts]
-        self._starts = [0, *itertools.accumulate(lengths)]
+        self.starts = [0, *itertools.accumulate(lengths)]
         total, D = sum(lengths), model.config.hidden_size
-        self._captured = torch.empty(total, len(layers), D, dtype=dtype, device=model.device)
-        self._last = torch.empty(total, D, dtype=dtype, device=model.device)
+        # (T,) int32, (T, layers, D) and (T, D): T rows of all texts.
+        ids = itertools.chain.from_iterable(text.token_ids for text in texts)
+        self.ids = torch.from_numpy(np.fromiter(ids, np.int32, total)).to(model.device)
+        self.captured = torch.empty(total, len(layers), D, dtype=dtype, device=model.device)
+        self.last = torch.empty(total, D, dtype=dtype, device=model.device)
         # Of about the same length together, so that little is padded.
         order = sorted(range(len(texts)), key=lambda i: lengths[i])
         for first, stop in _parts([lengths[i] for i in order]):
             own = order[first:stop]
-            ids = torch.tensor([token for i in own for token in texts[i].token_ids], device=model.device)
-            states = read_states(model, ids, Documents([lengths[i] for i in own], model.device), layers, dtype)
             rows = self._rows(own)
-            self._captured[rows], self._last[rows] = states.captured, states.last
+            documents = Documents([lengths[i] for i in own], model.device)
+            states = read_states(model, self.ids[rows].long(), documents, layers, dtype)
+            self.captured[rows], self.last[rows] = states.captured, states.last
 
     def _rows(self, numbers: Sequence[int]) -> torch.Tensor:
-        starts = torch.tensor([self._starts[i] for i in numbers])
-        lengths = torch.tensor([self._starts[i + 1] - self._starts[i] for i in numbers])
+        starts = torch.tensor([self.starts[i] for i in numbers])
+        lengths = torch.tensor([self.starts[i + 1] - self.starts[i] for i in numbers])
         # Behind each other, the texts begin at the sums of the lengths before.
         shifts = starts - lengths.cumsum(0) + lengths
         rows = torch.arange(int(lengths.sum())) + shifts.repeat_interleave(lengths)
-        return send(rows, self._last.device)
+        return send(rows, self.last.device)
 
     def read(self, numbers: Sequence[int], device: torch.device, dtype: torch.dtype) -> States:
         """Give the states of some texts, one behind the other."""
         rows = self._rows(numbers)
-        captured, last = self._captured.index_select(0, rows), self._last.index_select(0, rows)
+        captured, last = self.captured.index_select(0, rows), self.last.index_select(0, rows)
         return States(captured=captured.to(device, dtype), last=last.to(device, dtype))
 
 

@@ -130,6 +130,9 @@ class TrainSettings:
     loss_rows: int | None = None
     # Whether the loss is fused by `torch.compile`: half a minute first, then steps over large vocabularies take less.
     is_compiled: bool = False
+    # Whether texts and states stay on the device and steps are of one shape, on a GPU CUDA graphs: for small targets,
+    # whose operations a GPU runs faster than a processor launches them. Texts are padded to the longest.
+    is_recorded: bool = False
     # Of activations: "bf16" or "fp32". Parameters are fp32.
     compute_dtype: str = "bf16"
     seed: int = 0

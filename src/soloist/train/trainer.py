@@ -23,8 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from soloist.errors import CheckpointError, NumericsError, UsageError
 from soloist.models.causal_lm import CausalLM
-from soloist.train.batches import Batch, Text, choose_texts, digest_of, make_batch
-from soloist.train.capture import States, Store, read_states
+from soloist.train.batches import Batch, Text, choose_texts, digest_of, draw_bases, make_batch
+from soloist.train.capture import MemoryStore, States, Store, read_states
+from soloist.train.muon import Muon
 from soloist.train.network import DraftNetwork
 from soloist.train.objective import (
     SlotFigures,
@@ -34,6 +35,7 @@ from soloist.train.objective import (
     slot_weights,
 )
 from soloist.train.packed import dense, final_norm_weight
+from soloist.train.resident import Found, RecordedStep, ResidentTexts
 from soloist.train.settings import TrainSettings
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -116,17 +118,28 @@ def make_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """Make what changes the parameters: AdamW, and Muon for the matrices that map hidden states if it is asked for.
 
-    Tables of the vocabulary are never orthogonalised: the Markov head then stays without effect.
+    Tables of the vocabulary are never orthogonalised: the Markov head then stays without effect. Only matrices and
+    tables decay. What records steps reads the rate from the device.
     """
     is_muon = settings.optimizer == "muon"
     maps = [p for name, p in parameters.items() if is_muon and p.dim() == 2 and name.startswith(("layers.", "fc."))]
     rest = [p for p in parameters.values() if all(p is not other for other in maps)]
-    rate, decay = settings.learning_rate, settings.weight_decay
+    is_gpu, decay = device.type == "cuda", settings.weight_decay
+    is_recorded = is_gpu and settings.is_recorded
+
+    def rate() -> float | torch.Tensor:
+        return torch.tensor(settings.learning_rate, device=device) if is_recorded else settings.learning_rate
+
+    groups = [
+        {"params": [p for p in rest if p.dim() > 1], "weight_decay": decay, "lr": rate()},
+        {"params": [p for p in rest if p.dim() == 1], "weight_decay": 0.0, "lr": rate()},
+    ]
+    groups = [group for group in groups if group["params"]]
     optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(rest, rate, BETAS, weight_decay=decay, fused=device.type == "cuda")
+        torch.optim.AdamW(groups, rate(), BETAS, fused=is_gpu, capturable=is_recorded)
     ]
     if maps:
-        optimizers.append(torch.optim.Muon(maps, rate, decay, adjust_lr_fn="match_rms_adamw"))
+        optimizers.append(Muon(maps, rate(), decay))
     return optimizers
 
 
@@ -151,7 +164,8 @@ class Trainer:
         is_alone: train in this process, whatever others there are.
 
     Raises:
-        UsageError: too few texts, or processes that do not divide the documents of a step.
+        UsageError: too few texts, processes that do not divide the documents of a step, or steps that are to be
+            recorded by several processes or without states in memory.
         CheckpointError: the folder's checkpoint is of other settings.
     """
 
@@ -173,7 +187,9 @@ class Trainer:
             raise UsageError(f"{len(texts)} texts: one to train on and one to hold out are the least")
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(settings.seed)).tolist()
         self.held_out, self.trained = order[:num_held_out], order[num_held_out:]
-        self.texts, self._digest = texts, digest_of(texts)
+        self.texts = texts
+        # Which texts a checkpoint is of.
+        self._digest = "" if folder is None else digest_of(texts)
         self.device, self.dtype = target.device, DTYPES[settings.compute_dtype]
         head = dense(target.lm_head)[: num_tokens or target.config.vocab_size]
         self.network = DraftNetwork(self.config, target.embed_tokens, settings.seed, final_norm_weight(target))
@@ -190,11 +206,29 @@ class Trainer:
             self._module = DistributedDataParallel(self._step)
         self.parameters = dict(self.network.named_parameters())
         self.optimizers = make_optimizers(self.parameters, settings, self.device)
+        self._recorded: RecordedStep | None = None
+        if settings.is_recorded:
+            self._recorded = self._make_recorded()
         self.step = 0
         # A TensorBoard writer, if the package is installed.
         self._board: Any = None
         if folder is not None and (folder / STATE_NAME).is_file():
             self._resume(folder / STATE_NAME)
+
+    def _make_recorded(self) -> RecordedStep:
+        """Bring what steps need to the device."""
+        s, store = self.settings, self._store
+        if not isinstance(store, MemoryStore) or self.num_ranks > 1:
+            raise UsageError("recorded steps need states that are kept in memory, and one process")
+        count = s.documents_per_step
+        texts = ResidentTexts(store, count=count, num_anchors=s.anchors_per_document, block_size=s.shape.block_size)
+
+        def update(numbers: torch.Tensor, bases: torch.Tensor, is_last_stage: bool) -> Found:
+            batch, states = texts.read(numbers, bases)
+            return batch, *self._update(batch, states, is_last_stage)
+
+        stages = (False, True) if s.objective.length_weight > 0 else (False,)
+        return RecordedStep(update, count=count, stages=stages, device=self.device)
 
     def run(self, num_steps: int | None = None, on_step: OnStep | None = None) -> None:
         """Train up to a step.
@@ -210,36 +244,46 @@ class Trainer:
         stop = s.num_steps if num_steps is None else min(num_steps, s.num_steps)
         logged_s, num_tokens = time.perf_counter(), 0
         while self.step < stop:
-            batch, loss, figures = self._train_step()
-            num_tokens += batch.documents.num_tokens * self.num_ranks
+            chosen = choose_texts(len(self.trained), s.documents_per_step, s.seed, self.step)
+            # Every `num_ranks`-th document is this process's.
+            numbers = [self.trained[i] for i in chosen[self.rank :: self.num_ranks]]
+            found = self._train_step(numbers)
+            num_tokens += sum(len(self.texts[i].token_ids) for i in numbers) * self.num_ranks
             self.step += 1
             is_logged = self.step % s.log_every == 0 or self.step == s.num_steps
             is_saved = self.step % s.checkpoint_every == 0 or self.step == stop
-            if (is_logged or is_saved) and not math.isfinite(float(loss)):
+            if (is_logged or is_saved) and not math.isfinite(loss := float(found[1])):
                 raise NumericsError(
-                    f"the loss is {float(loss)} at step {self.step}: take a smaller learning rate, or fp32; the last"
+                    f"the loss is {loss} at step {self.step}: take a smaller learning rate, or fp32; the last"
                     " checkpoint is from before"
                 )
             if is_logged:
-                found = self._summarise([(batch, loss, figures)])
+                figures = self._summarise([found])
                 now_s = time.perf_counter()
                 tok_per_s = num_tokens / (now_s - logged_s)
                 logged_s, num_tokens = now_s, 0
-                self._log("step", found, tok_per_s=tok_per_s)
+                self._log("step", figures, tok_per_s=tok_per_s)
                 if on_step is not None:
-                    on_step(found, s.num_steps, tok_per_s)
+                    on_step(figures, s.num_steps, tok_per_s)
             if is_saved:
                 self.save_state()
 
-    def _train_step(self) -> tuple[Batch, torch.Tensor, SlotFigures]:
+    def _train_step(self, numbers: Sequence[int]) -> Found:
         s, step = self.settings, self.step
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(s, step)
-        chosen = choose_texts(len(self.trained), s.documents_per_step, s.seed, step)
-        # Every `num_ranks`-th document is this process's.
-        batch, states = self._read([self.trained[i] for i in chosen[self.rank :: self.num_ranks]], step)
+        rate = learning_rate(s, step)
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
         is_last_stage = s.objective.length_weight > 0 and step >= round((1 - s.objective.length_share) * s.num_steps)
+        if self._recorded is not None:
+            return self._recorded.run(numbers, draw_bases(numbers, s.seed, step), is_last_stage)
+        batch, states = self._read(numbers, step)
+        return batch, *self._update(batch, states, is_last_stage)
+
+    def _update(self, batch: Batch, states: States, is_last_stage: bool) -> tuple[torch.Tensor, SlotFigures]:
+        """Change the parameters, without the host."""
         totals = self._totals(batch)
         if self.num_ranks > 1:
             dist.all_reduce(totals)
@@ -248,10 +292,10 @@ class Trainer:
             optimizer.zero_grad()
         # DDP averages gradients; the loss is a sum over processes.
         (loss * self.num_ranks).backward()
-        nn.utils.clip_grad_norm_(self.parameters.values(), s.max_grad_norm)
+        nn.utils.clip_grad_norm_(self.parameters.values(), self.settings.max_grad_norm)
         for optimizer in self.optimizers:
             optimizer.step()
-        return batch, loss.detach(), figures
+        return loss.detach(), figures
 
     def _read(self, numbers: Sequence[int], step: int) -> tuple[Batch, States]:
         """Pack texts by their numbers, choose anchors for a step, and get the target's states."""
@@ -276,7 +320,7 @@ class Trainer:
         weights = slot_weights(is_counted, self.settings.objective).sum()
         return torch.stack([weights, is_counted.any(dim=1).sum().float()])
 
-    def _summarise(self, results: Sequence[tuple[Batch, torch.Tensor, SlotFigures]]) -> Figures:
+    def _summarise(self, results: Sequence[Found]) -> Figures:
         """Bring figures of this process's batches to the host, as means over blocks that count whole."""
         is_counted = torch.cat([batch.is_counted.flatten(0, 1) for batch, _, _ in results])
         acceptance = torch.cat([figures.acceptance for _, _, figures in results])
