@@ -1,6 +1,13 @@
 """A prompt's trace, made by hand: kinds by name, what only exchanges, what is idle."""
 
-from soloist.bench.prompts import kind_of, summarise, union_ns
+import pytest
+import torch
+
+from soloist.bench import prompts
+from soloist.bench.prompts import behind_stamp, kind_of, measure_prompt, summarise, union_ns
+from soloist.models import load_model
+from soloist.runtime.runner import ModelRunner
+from tests.miniature import miniature_config
 
 
 def test_kernels_have_a_kind():
@@ -32,3 +39,26 @@ def test_a_prompt_is_what_runs_what_only_exchanges_and_the_rest():
     # 7 of the 9.5 that passes take without a trace.
     assert figures.idle_ms == 2.5
     assert figures.longest[0] == ("grouped_down_kernel", 2, 4.0)
+
+
+def test_what_brings_ranks_together_is_no_part_of_a_prompt():
+    ms = 1_000_000
+    barrier, stamp = (0, 80 * ms, "ncclDevKernel_AllReduce"), (81 * ms, 1000, "stamp_kernel")
+    prompt = [(82 * ms, 2 * ms, "ncclDevKernel_AllReduce"), (84 * ms, 1 * ms, "scan_kernel")]
+    assert behind_stamp([prompt[1], barrier, stamp, prompt[0]]) == [prompt[1], prompt[0]]
+    figures = summarise(behind_stamp([barrier, stamp, *prompt]), 4.0, (4.0, 4.0), 1.0)
+    assert figures.kernel_ms == {"exchange": 2.0, "KDA": 1.0} and figures.launches == 2
+    assert figures.exposed_exchange_ms == 2.0 and figures.idle_ms == 1.0
+
+
+def test_every_pass_is_stamped_once_ranks_have_met_and_before_it_reads(monkeypatch: pytest.MonkeyPatch):
+    said: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(prompts, "stamp", lambda times, num_steps, *, is_end: said.append("stamp"))
+    monkeypatch.setattr(prompts, "trace_gpu", lambda run: run() or [(0, 5, "nccl"), (5, 1, "stamp_kernel"), (6, 4, "x")])
+    model = load_model(miniature_config("llama"), dtype=torch.float32, weights="random")
+    runner = ModelRunner(model, max_context_len=40)
+    prompt = torch.arange(30)
+    read = lambda *_: said.append("read")  # noqa: E731
+    figures = measure_prompt(runner, prompt, on_chunk=read, meet=lambda: said.append("meet"), repeats=2)
+    assert said == ["meet", "stamp", "read"] * 4 and figures.launches == 1

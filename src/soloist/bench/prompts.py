@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from soloist.bench.steps import trace_gpu
+from soloist.bench.steps import STAMP, trace_gpu
+from soloist.kernels.clock import stamp
 from soloist.runtime.runner import ChunkHook, ModelRunner
 
 EXCHANGE = "exchange"
@@ -78,10 +79,14 @@ def measure_prompt(
         repeats: at least 1; one pass before them does not count.
     """
     wall_ms, enqueue_ms = [], []
+    times = torch.zeros(1, 2, dtype=torch.int64, device=prompt.device)
+    num_passes = torch.zeros((), dtype=torch.int64, device=prompt.device)
 
     def read() -> None:
         runner.cache.reset()
         meet()
+        # Where a trace of the pass begins: what comes before it only brings the ranks together.
+        stamp(times, num_passes, is_end=False)
         started_s = time.perf_counter()
         runner.prefill(prompt, on_chunk=on_chunk)
         enqueue_ms.append(1e3 * (time.perf_counter() - started_s))
@@ -93,7 +98,13 @@ def measure_prompt(
     wall_ms, enqueue_ms = wall_ms[1:], enqueue_ms[1:]
     median = statistics.median(wall_ms)
     wall_range, enqueued = (min(wall_ms), max(wall_ms)), statistics.median(enqueue_ms)
-    return summarise(trace_gpu(read), median, wall_range, enqueued)
+    return summarise(behind_stamp(trace_gpu(read)), median, wall_range, enqueued)
+
+
+def behind_stamp(events: Sequence[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
+    """Keep what began behind the one stamp of a trace; before it ranks wait for each other's profilers."""
+    (stamped_ns,) = (begin + duration for begin, duration, name in events if STAMP in name)
+    return [event for event in events if event[0] >= stamped_ns]
 
 
 def summarise(

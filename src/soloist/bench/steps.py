@@ -34,6 +34,8 @@ _SKIPPED_STEPS = 8
 # Steps under the profiler, for what is idle within them.
 _PROFILED_STEPS = 8
 _NUM_SLOTS = 4096
+# In the name of a stamp's kernel.
+STAMP = "stamp_kernel"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,7 +289,7 @@ def gaps(events: Sequence[tuple[int, int, str]]) -> tuple[float, int]:
     idle_ns, num_events, num_stamps = 0, 0, 0
     first_ns = last_ns = end_ns = 0
     for start_ns, duration_ns, name in sorted(events):
-        is_stamp, is_within = "stamp_kernel" in name, num_stamps % 2 == 1
+        is_stamp, is_within = STAMP in name, num_stamps % 2 == 1
         if is_within:
             idle_ns += max(0, start_ns - end_ns)
             num_events += not is_stamp
