@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 
 from model_bench import CONTEXT_LEN, Bench, built_in, by_width, commit_id, step_row, write_result
+from soloist.bench.figures import spread
 from soloist.bench.prompts import measure_prompt
 from soloist.bench.results import Result
 from soloist.engine import Engine
@@ -100,8 +101,8 @@ def measure_case(bench: Bench, name: str, case: Case) -> Iterator[Result]:
                 result,
                 tpot_ms_median=answers["tpot_ms_median"],
                 tpot_ms_mean=answers["tpot_ms_mean"],
-                tpot_ms_p10=answers["gap_ms_p10"],
-                tpot_ms_p90=answers["gap_ms_p90"],
+                tpot_ms_p10=answers["tpot_ms_p10"],
+                tpot_ms_p90=answers["tpot_ms_p90"],
                 ttft_ms=1e3 * answers["ttft_s"],
             )
             result.details.update(answers=answers, tpot_ms_by_context_len=tpot_ms)
@@ -145,9 +146,12 @@ def time_answer(model: CausalLM, execution: Execution, context_len: int = CONTEX
         tpot.append(stats.tpot_ms)
         ttft.append(stats.ttft_s)
     gaps.sort()
+    requests = spread(tpot)
     return {
-        "tpot_ms_median": round(statistics.median(tpot), 4),
-        "tpot_ms_mean": round(statistics.mean(tpot), 4),
+        "tpot_ms_median": round(requests.median, 4),
+        "tpot_ms_mean": round(requests.mean, 4),
+        "tpot_ms_p10": round(requests.p10, 4),
+        "tpot_ms_p90": round(requests.p90, 4),
         "gap_ms_p10": round(gaps[len(gaps) // 10], 4),
         "gap_ms_p90": round(gaps[9 * len(gaps) // 10], 4),
         # The first one captures the step.

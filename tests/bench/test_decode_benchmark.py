@@ -55,6 +55,9 @@ def test_cases_are_written_with_steps_prompts_and_answers_behind_each_context(tm
     assert one_row["context_len"] == 60 and one_row["weights"] == "random"
     assert list(one_row["details"]["tpot_ms_by_context_len"]) == ["30", "60"]
     assert one_row["tpot_ms_median"] == one_row["details"]["tpot_ms_by_context_len"]["60"] > 0
+    # Of requests, as the median is, and not of the gaps between their tokens.
+    assert one_row["tpot_ms_p10"] <= one_row["tpot_ms_median"] <= one_row["tpot_ms_p90"]
+    assert one_row["tpot_ms_p10"] <= one_row["tpot_ms_mean"] <= one_row["tpot_ms_p90"]
     assert [row["width"] for row in verify["details"]["rows"]] == [2, 5] and verify["weights"] == "shard"
     assert list(verify["step_ms_by_width"]) == list(verify["distinct_experts_by_width"]) == ["2", "5"]
     assert [row["mean_width"] for row in verify["details"]["rows"]] == [2, 5]
