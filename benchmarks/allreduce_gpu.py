@@ -15,7 +15,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch.multiprocessing
-import triton
 
-from soloist.bench.results import commit, driver_version, machine_folder
+from soloist.bench.results import commit, machine_folder, make_stamp
 from soloist.config import disable_multicast
 from soloist.kernels.allreduce_cuda import push_all_reduce_add, push_argmax
 from soloist.kernels.launch import programmatic_launch
@@ -275,14 +273,11 @@ def write(arguments: argparse.Namespace, measured: dict[str, Any]) -> None:
     slowest_us = max(row["all_reduce_add_norm"]["us"] for row in measured["rows"])
     device = torch.cuda.get_device_name()
     result = {
-        "case": f"allreduce-tp{arguments.ranks}",
-        "date": date.today().isoformat(),
+        **make_stamp(),
         "commit": arguments.commit,
+        "case": f"allreduce-tp{arguments.ranks}",
         "command": " ".join(["python", *sys.argv]),
         "device": f"{arguments.ranks} x {device}",
-        "driver": driver_version(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "tensor_parallel_size": arguments.ranks,
         "dtype": "bfloat16",

@@ -1,19 +1,25 @@
 """Time the KDA, MLA and mixture-of-experts kernels by width against their floors, once they equal the references.
 
 Run on a CUDA machine: `PYTHONPATH=src python benchmarks/kernels_hybrid.py [--shapes NAMES] [--operators NAMES]
-[--json FILE]`. fla-core, where installed, is KDA's peer. Weights are cold: each call of a captured chain reads another
+[--out FOLDER]`; with a folder of results it writes `FOLDER/h200/kernels.json`, or that of another kind of GPU, anew
+with each part. fla-core, where installed, is KDA's peer. Weights are cold: each call of a captured chain reads another
 copy, or other experts, of far more bytes than the L2 holds.
 """
 
 import argparse
 import json
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from chains import REPLAYS, rand, time_chain
+from model_bench import commit_id
+from soloist.bench.results import machine_folder, make_stamp
 from soloist.kernels import (
     kda,
     kda_commit_cuda,
@@ -27,6 +33,7 @@ from soloist.kernels.kda_inputs import KdaCache, KdaKept, KdaRows, KdaWeights
 from soloist.kernels.mla_inputs import MlaRows, MlaWeights
 from soloist.kernels.norm import gated_rms_norm_ref
 from soloist.kernels.rotary import RotaryTable
+from soloist.roofline import measure_bandwidth
 
 try:
     from fla.ops.kda import chunk_kda, fused_recurrent_kda
@@ -58,20 +65,6 @@ SHAPES = (
     Shape(name="flash-tp4", D=2560, H=8, E=512, F=192, settings=ROUTER),
     Shape(name="tiny", D=1536, H=16, E=128, F=512, settings=ROUTER),
 )
-
-
-def measure_read_bandwidth() -> float:
-    """Best read-only bandwidth of a sum over 4 GB, GB/s."""
-    x = torch.empty(1 << 30, dtype=torch.float32, device="cuda").normal_()
-    times = []
-    for _ in range(5):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        torch.amax(x)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return x.numel() * 4 / min(times) / 1e6
 
 
 def time_calls(call: Callable[[], object]) -> tuple[float, float]:
@@ -310,15 +303,34 @@ def bench_moe(shape: Shape, bandwidth: float, rows: list[dict]) -> None:
         record(rows, shape, "moe", T, (median, spread), num_bytes, bandwidth)
 
 
+def write_rows(out: Path, device: str, commit: str, bandwidth: float, rows: list[dict[str, Any]]) -> Path:
+    """Write all rows of one run, with when, where and of what version."""
+    result = make_stamp() | {
+        "commit": commit,
+        "case": "kernels",
+        "command": " ".join(["python", *sys.argv]),
+        "device": device,
+        "dtype": "bfloat16",
+        "context_len": CONTEXT_LEN,
+        "bandwidth_gb_per_s": round(bandwidth),
+        "rows": rows,
+    }
+    path = out / machine_folder(device, 1) / "kernels.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json")
+    parser.add_argument("--out", type=Path, help="folder of results; without it nothing is written")
+    parser.add_argument("--commit", default=commit_id(), help="where git is not there to ask")
     parser.add_argument("--shapes", default="flash-tp1,flash-tp2,tiny")
     parser.add_argument("--operators", default="moe,kda,mla,fla")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     rows: list[dict] = []
-    bandwidth = measure_read_bandwidth()
+    device, bandwidth = torch.cuda.get_device_name(), measure_bandwidth("cuda")
     print(f"read bandwidth {bandwidth:.0f} GB/s")
     chosen = [shape for shape in SHAPES if shape.name in arguments.shapes.split(",")]
     # The peer comes last: it tries many launch settings of its own, which takes long.
@@ -326,12 +338,6 @@ def main() -> None:
     wanted = arguments.operators.split(",")
     if not HAS_FLA and "fla" in wanted:
         print("fla-core is not installed: nothing to compare KDA with")
-    result = {
-        "case": "kernels",
-        "device": torch.cuda.get_device_name(),
-        "bandwidth_gb_per_s": round(bandwidth),
-        "rows": rows,
-    }
     for name, part in parts.items():
         if name not in wanted:
             continue
@@ -339,10 +345,9 @@ def main() -> None:
             # The peer knows nothing of a layer but its heads.
             if name != "fla" or all(shape.H != other.H for other in chosen[:i]):
                 part(shape, bandwidth, rows)
-        if arguments.json:
-            with open(arguments.json, "w") as file:
-                json.dump(result, file, indent=1)
-    print(json.dumps({k: v for k, v in result.items() if k != "rows"}))
+        if arguments.out is not None:
+            write_rows(arguments.out, device, arguments.commit, bandwidth, rows)
+    print(json.dumps({"case": "kernels", "device": device, "bandwidth_gb_per_s": round(bandwidth), "rows": len(rows)}))
 
 
 if __name__ == "__main__":

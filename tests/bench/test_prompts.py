@@ -55,10 +55,11 @@ def test_every_pass_is_stamped_once_ranks_have_met_and_before_it_reads(monkeypat
     said: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(prompts, "stamp", lambda times, num_steps, *, is_end: said.append("stamp"))
-    monkeypatch.setattr(prompts, "trace_gpu", lambda run: run() or [(0, 5, "nccl"), (5, 1, "stamp_kernel"), (6, 4, "x")])
+    events = [(0, 5, "nccl"), (5, 1, "stamp_kernel"), (6, 4, "x")]
+    monkeypatch.setattr(prompts, "trace_gpu", lambda run: run() or events)
     model = load_model(miniature_config("llama"), dtype=torch.float32, weights="random")
     runner = ModelRunner(model, max_context_len=40)
     prompt = torch.arange(30)
-    read = lambda *_: said.append("read")  # noqa: E731
+    read = lambda *_: said.append("read")
     figures = measure_prompt(runner, prompt, on_chunk=read, meet=lambda: said.append("meet"), repeats=2)
     assert said == ["meet", "stamp", "read"] * 4 and figures.launches == 1

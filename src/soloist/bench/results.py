@@ -92,17 +92,21 @@ class Result:
         """Give what a file holds: the fields that were measured, with when, where and of what version."""
         fields = dataclasses.asdict(self)
         fields["rungs"] = [_measured(dataclasses.asdict(rung)) for rung in self.rungs]
-        stamp = {
-            "schema": SCHEMA,
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "commit": commit(),
-            "soloist": soloist.__version__,
-            "driver": driver_version(),
-            "torch": torch.__version__,
-            "triton": _installed("triton"),
-            "python": sys.version.split()[0],
-        }
-        return stamp | _measured(fields)
+        return make_stamp() | _measured(fields)
+
+
+def make_stamp() -> dict[str, Any]:
+    """Say when a result was measured, and with which versions; of this checkout's commit."""
+    return {
+        "schema": SCHEMA,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "soloist": soloist.__version__,
+        "driver": driver_version(),
+        "torch": torch.__version__,
+        "triton": _installed("triton"),
+        "python": sys.version.split()[0],
+    }
 
 
 def _measured(fields: dict[str, Any]) -> dict[str, Any]:
