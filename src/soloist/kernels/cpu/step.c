@@ -20,13 +20,16 @@
 
 #define TILE 16
 #define GROUP 32
-// Rows of x that one reading of a tile serves.
+// Numbers of a vector, and rows of x that one reading of a tile serves. Vectors are as wide as registers: of wider ones GCC
+// makes scalar code.
 #ifdef __AVX512F__
+#define LANES 16
 #define MAX_ROWS 8
 #else
+#define LANES 8
 #define MAX_ROWS 4
 #endif
-// Nothing is prefetched: a tile is read from its beginning to its end, and asking ahead cost a fifth of the bandwidth.
+#define PARTS (TILE / LANES)
 // Steps of so few rows have no barrier: each thread prepares all rows for itself, and none waits for another before the end.
 #define MAX_OWN_ROWS 8
 #define ATTENTION_BLOCK 64
@@ -34,11 +37,10 @@
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 
-typedef float f32 __attribute__((vector_size(64)));
-typedef int32_t i32 __attribute__((vector_size(64)));
-typedef uint32_t u32 __attribute__((vector_size(64)));
-typedef int8_t i8 __attribute__((vector_size(16)));
-typedef uint16_t u16 __attribute__((vector_size(32)));
+typedef float f32 __attribute__((vector_size(4 * LANES)));
+typedef int32_t i32 __attribute__((vector_size(4 * LANES)));
+typedef uint32_t u32 __attribute__((vector_size(4 * LANES)));
+typedef uint16_t u16 __attribute__((vector_size(2 * LANES)));
 
 int is_supported(void) {
 #ifdef __AVX512F__
@@ -92,27 +94,54 @@ INLINE f32 larger(f32 x, float bound) {
 INLINE void store_bf16(uint16_t *p, f32 x) {
     u32 bits = (u32)x;
     u32 rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    u16 v = __builtin_convertvector((u32)select_i32(x == x, (i32)rounded, (i32){} + 0x7fc0), u16);
-    memcpy(p, &v, sizeof v);
+    i32 v = select_i32(x == x, (i32)rounded, (i32){} + 0x7fc0);
+#ifdef __AVX512F__
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16((__m512i)v));
+#else
+    __m128i low = _mm256_castsi256_si128((__m256i)v), high = _mm256_extracti128_si256((__m256i)v, 1);
+    _mm_storeu_si128((__m128i *)p, _mm_packus_epi32(low, high));
+#endif
+}
+
+// Stores numbers of -128..127.
+INLINE void store_i8(int8_t *p, i32 v) {
+#ifdef __AVX512F__
+    _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)v));
+#else
+    __m128i low = _mm256_castsi256_si128((__m256i)v), high = _mm256_extracti128_si256((__m256i)v, 1);
+    __m128i pairs = _mm_packs_epi32(low, high);
+    _mm_storel_epi64((__m128i *)p, _mm_packs_epi16(pairs, pairs));
+#endif
 }
 
 INLINE float sum(f32 v) {
 #ifdef __AVX512F__
     return _mm512_reduce_add_ps((__m512)v);
 #else
-    __m256 half[2];
-    memcpy(half, &v, sizeof v);
-    __m256 a = _mm256_add_ps(half[0], half[1]);
-    __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    b = _mm_add_ps(b, _mm_movehl_ps(b, b));
-    return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
+    __m128 a = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+    a = _mm_add_ps(a, _mm_movehl_ps(a, a));
+    return _mm_cvtss_f32(_mm_add_ss(a, _mm_movehdup_ps(a)));
+#endif
+}
+
+INLINE int32_t sum_i32(i32 v) {
+#ifdef __AVX512F__
+    return _mm512_reduce_add_epi32((__m512i)v);
+#else
+    __m128i a = _mm_add_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+    a = _mm_add_epi32(a, _mm_shuffle_epi32(a, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(a, _mm_shuffle_epi32(a, 0xb1)));
 #endif
 }
 
 INLINE int32_t largest(i32 v) {
-    int32_t best = v[0];
-    for (int i = 1; i < 16; i++) best = v[i] > best ? v[i] : best;
-    return best;
+#ifdef __AVX512F__
+    return _mm512_reduce_max_epi32((__m512i)v);
+#else
+    __m128i a = _mm_max_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+    a = _mm_max_epi32(a, _mm_shuffle_epi32(a, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(a, _mm_shuffle_epi32(a, 0xb1)));
+#endif
 }
 
 // Adding it to a number below 2^22 leaves the nearest integer in the low bits.
@@ -147,26 +176,29 @@ struct Rows {
 INLINE void quantise(const float *x, const struct Rows *rows, long t) {
     long num_groups = rows->num_inputs / GROUP;
     for (long g = 0; g < num_groups; g++) {
-        f32 v[2] = {load_f32(x + GROUP * g), load_f32(x + GROUP * g + 16)};
-        i32 a = (i32)v[0] & 0x7fffffff, b = (i32)v[1] & 0x7fffffff;
+        f32 v[GROUP / LANES];
+        i32 sizes = {};
+        UNROLL for (int i = 0; i < GROUP / LANES; i++) {
+            v[i] = load_f32(x + GROUP * g + LANES * i);
+            i32 size = (i32)v[i] & 0x7fffffff;
+            sizes = select_i32(size > sizes, size, sizes);
+        }
         union {
             int32_t bits;
             float value;
-        } most = {.bits = largest(select_i32(a > b, a, b))};
+        } most = {.bits = largest(sizes)};
         float most_code = rows->is_fine ? 127 * 128 : 127;
         float scale = most.value / most_code, inverse = most.value > 1e-30f ? most_code / most.value : 0;
         i32 total = {};
-        UNROLL for (int i = 0; i < 2; i++) {
+        UNROLL for (int i = 0; i < GROUP / LANES; i++) {
             i32 code = (i32)(v[i] * inverse + ROUNDER) - 0x4b400000;
             i32 high = rows->is_fine ? (code + 64) >> 7 : code;
-            i8 parts[2] = {__builtin_convertvector(high, i8), __builtin_convertvector(code - (high << 7), i8)};
-            int8_t *place = rows->codes + (1 + rows->is_fine) * (t * rows->num_inputs + GROUP * g) + 16 * i;
-            memcpy(place, &parts[0], sizeof parts[0]);
-            if (rows->is_fine) memcpy(place + GROUP, &parts[1], sizeof parts[1]);
+            int8_t *place = rows->codes + (1 + rows->is_fine) * (t * rows->num_inputs + GROUP * g) + LANES * i;
+            store_i8(place, high);
+            if (rows->is_fine) store_i8(place + GROUP, code - (high << 7));
             total += code;
         }
-        int32_t num = 0;
-        for (int i = 0; i < 16; i++) num += total[i];
+        int32_t num = sum_i32(total);
         rows->scales[t * num_groups + g] = most.bits < 0x7f800000 ? scale : __builtin_nanf("");
         rows->sums[t * num_groups + g] = scale * (float)num;
         rows->offsets[t * num_groups + g] = -128 * num;
@@ -181,13 +213,13 @@ static void read_row(const uint16_t *x, const void *norm, int norm_is_fp32, floa
     x += t * n;
     if (norm) {
         f32 squares = {};
-        for (long i = 0; i < n; i += 16) {
+        for (long i = 0; i < n; i += LANES) {
             f32 v = load_bf16(x + i);
             squares += v * v;
         }
         factor = 1 / __builtin_sqrtf(sum(squares) / (float)n + eps);
     }
-    for (long i = 0; i < n; i += 16) {
+    for (long i = 0; i < n; i += LANES) {
         f32 v = load_bf16(x + i);
         if (norm) v *= factor * (norm_is_fp32 ? load_f32((const float *)norm + i) : load_bf16((const uint16_t *)norm + i));
         store_f32(wide + i, v);
@@ -204,7 +236,7 @@ INLINE __m512i dot(__m512i total, __m512i codes, const int8_t *x) {
     return _mm512_dpbusd_epi32(total, codes, _mm512_set1_epi32(four));
 }
 
-// out[t] = 16 outputs of row first + t, for `num` rows.
+// out[PARTS * t ..] = 16 outputs of row first + t, for `num` rows.
 INLINE void tile(const uint8_t *w, const int is_int4, const int is_fine, const struct Rows *x, long first, const int num,
                  f32 *out) {
     long num_groups = x->num_inputs / GROUP;
@@ -264,6 +296,15 @@ INLINE __m256i dot(__m256i codes, const int8_t *x) {
     return _mm256_maddubs_epi16(codes, _mm256_set1_epi32(four));
 }
 
+// Ends a sum here: GCC would sum up in another order, for which it holds more products than there are registers.
+#define KEEP_ORDER(total) __asm__("" : "+x"(total))
+
+INLINE __m256i add(__m256i total, __m256i products) {
+    total = _mm256_add_epi16(total, products);
+    KEEP_ORDER(total);
+    return total;
+}
+
 INLINE __m256i signed_dot(__m256i codes, const int8_t *x) {
     int32_t four;
     memcpy(&four, x, sizeof four);
@@ -282,6 +323,9 @@ INLINE void tile(const uint8_t *w, const int is_int4, const int is_fine, const s
         UNROLL for (int t = 0; t < num; t++) acc[t] = _mm256_setzero_ps();
         for (long g = 0; g < num_groups; g++) {
             const uint8_t *p = w + g * group_bytes + 32 * half;
+            // A tile is read twice: both times half of the next one is asked for, so that memory never waits for products.
+            const uint8_t *next = w + num_groups * group_bytes + (half * num_groups + g) * (group_bytes / 2);
+            UNROLL for (int i = 0; i < group_bytes / 2; i += 64) _mm_prefetch((const char *)next + i, _MM_HINT_T0);
             const int8_t *codes = x->codes + first * row_bytes + (1 + is_fine) * g * GROUP;
             __m256i high[MAX_ROWS], low[MAX_ROWS], total[MAX_ROWS];
             UNROLL for (int t = 0; t < num; t++) high[t] = low[t] = total[t] = _mm256_setzero_si256();
@@ -291,10 +335,8 @@ INLINE void tile(const uint8_t *w, const int is_int4, const int is_fine, const s
                     __m256i first16 = _mm256_and_si256(both, mask), last16 = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
                     UNROLL for (int t = 0; t < num; t++) {
                         const int8_t *four = codes + t * row_bytes + 4 * i;
-                        high[t] = _mm256_add_epi16(high[t], _mm256_add_epi16(dot(first16, four), dot(last16, four + 16)));
-                        four += GROUP;
-                        if (is_fine)
-                            low[t] = _mm256_add_epi16(low[t], _mm256_add_epi16(dot(first16, four), dot(last16, four + 16)));
+                        high[t] = add(add(high[t], dot(first16, four)), dot(last16, four + 16));
+                        if (is_fine) low[t] = add(add(low[t], dot(first16, four + GROUP)), dot(last16, four + GROUP + 16));
                     }
                 }
                 UNROLL for (int t = 0; t < num; t++)
@@ -307,6 +349,7 @@ INLINE void tile(const uint8_t *w, const int is_int4, const int is_fine, const s
                         const int8_t *four = codes + t * row_bytes + 4 * i;
                         total[t] = _mm256_add_epi32(total[t], _mm256_madd_epi16(signed_dot(all, four), worths));
                         total[t] = _mm256_add_epi32(total[t], _mm256_madd_epi16(signed_dot(all, four + GROUP), ones));
+                        KEEP_ORDER(total[t]);
                     }
                 }
             }
@@ -322,7 +365,7 @@ INLINE void tile(const uint8_t *w, const int is_int4, const int is_fine, const s
                     acc[t] = _mm256_fmadd_ps(minimum, _mm256_set1_ps(x->sums[(first + t) * num_groups + g]), acc[t]);
             }
         }
-        UNROLL for (int t = 0; t < num; t++) memcpy((char *)&out[t] + 32 * half, &acc[t], 32);
+        UNROLL for (int t = 0; t < num; t++) out[PARTS * t + half] = (f32)acc[t];
     }
 }
 #endif
@@ -403,12 +446,12 @@ void linear(const struct Linear *a) {
                 const uint8_t *w = a->weight + o * tile_bytes;
                 for (long t = 0; t < T; t += MAX_ROWS) {
                     int num = T - t < MAX_ROWS ? (int)(T - t) : MAX_ROWS;
-                    f32 out[MAX_ROWS], up[MAX_ROWS];
+                    f32 out[MAX_ROWS * PARTS], up[MAX_ROWS * PARTS];
                     tile_rows(w, a->is_int4, &rows, t, num, out);
                     if (a->has_gate) tile_rows(w + num_tiles * tile_bytes, a->is_int4, &rows, t, num, up);
-                    for (int i = 0; i < num; i++) {
-                        long at = (t + i) * width + o * TILE;
-                        f32 v = finish(a, out[i], t + i, o * TILE);
+                    for (int i = 0; i < num * PARTS; i++) {
+                        long row = t + i / PARTS, output = o * TILE + i % PARTS * LANES, at = row * width + output;
+                        f32 v = finish(a, out[i], row, output);
                         if (a->has_gate) v = gated(a, v, up[i]);
                         if (a->out_is_fp32) store_f32((float *)a->y + at, v);
                         else store_bf16((uint16_t *)a->y + at, v);
@@ -437,17 +480,17 @@ struct Attention {
 INLINE void turn(const struct Attention *a, const uint16_t *x, const uint16_t *norm, long position, float *y) {
     long K = a->head_dim;
     f32 squares = {};
-    for (long i = 0; i < K; i += 16) {
+    for (long i = 0; i < K; i += LANES) {
         f32 v = load_bf16(x + i);
         squares += v * v;
         store_f32(y + i, v);
     }
     if (norm) {
         float factor = 1 / __builtin_sqrtf(sum(squares) / (float)K + a->eps);
-        for (long i = 0; i < K; i += 16) store_f32(y + i, load_f32(y + i) * factor * load_bf16(norm + i));
+        for (long i = 0; i < K; i += LANES) store_f32(y + i, load_f32(y + i) * factor * load_bf16(norm + i));
     }
     const float *cos = a->cos + position * (K / 2), *sin = a->sin + position * (K / 2);
-    for (long i = 0; i < K / 2; i += 16) {
+    for (long i = 0; i < K / 2; i += LANES) {
         f32 p = load_f32(y + i), q = load_f32(y + K / 2 + i), c = load_f32(cos + i), s = load_f32(sin + i);
         store_f32(y + i, p * c - q * s);
         store_f32(y + K / 2 + i, q * c + p * s);
@@ -460,10 +503,10 @@ INLINE void attend(const struct Attention *a, long t, long h, const long K) {
     const uint16_t *keys = a->k_cache + g * a->capacity * K, *values = a->v_cache + g * a->capacity * K;
     float wide[MAX_HEAD_DIM];
     turn(a, a->qkv + (t * (a->num_heads + 2 * a->num_kv_heads) + h) * K, a->q_norm, a->context_len + t, wide);
-    f32 q[MAX_HEAD_DIM / 16], acc[MAX_HEAD_DIM / 16];
+    f32 q[MAX_HEAD_DIM / LANES], acc[MAX_HEAD_DIM / LANES];
     float scale = 1 / __builtin_sqrtf((float)K), most = -__builtin_inff(), total = 0;
-    UNROLL for (long i = 0; i < K / 16; i++) {
-        q[i] = load_f32(wide + 16 * i) * scale;
+    UNROLL for (long i = 0; i < K / LANES; i++) {
+        q[i] = load_f32(wide + LANES * i) * scale;
         acc[i] = (f32){};
     }
     for (long start = 0; start < num_seen; start += ATTENTION_BLOCK) {
@@ -473,26 +516,26 @@ INLINE void attend(const struct Attention *a, long t, long h, const long K) {
         for (long s = 0; s < num; s++) {
             const uint16_t *k = keys + (start + s) * K;
             f32 products = {};
-            UNROLL for (long i = 0; i < K / 16; i++) products += q[i] * load_bf16(k + 16 * i);
+            UNROLL for (long i = 0; i < K / LANES; i++) products += q[i] * load_bf16(k + LANES * i);
             scores[s] = sum(products);
             new_most = scores[s] > new_most ? scores[s] : new_most;
         }
         for (long s = num; s < ATTENTION_BLOCK; s++) scores[s] = -__builtin_inff();
         f32 sums = {};
-        for (long s = 0; s < ATTENTION_BLOCK; s += 16) {
+        for (long s = 0; s < ATTENTION_BLOCK; s += LANES) {
             f32 p = exponential(load_f32(scores + s) - new_most);
             store_f32(scores + s, p);
             sums += p;
         }
         float rescale = start ? exponential((f32){} + (most - new_most))[0] : 0;
-        UNROLL for (long i = 0; i < K / 16; i++) acc[i] *= rescale;
+        UNROLL for (long i = 0; i < K / LANES; i++) acc[i] *= rescale;
         for (long s = 0; s < num; s++)
-            UNROLL for (long i = 0; i < K / 16; i++) acc[i] += scores[s] * load_bf16(values + (start + s) * K + 16 * i);
+            UNROLL for (long i = 0; i < K / LANES; i++) acc[i] += scores[s] * load_bf16(values + (start + s) * K + LANES * i);
         total = total * rescale + sum(sums);
         most = new_most;
     }
     uint16_t *out = a->out + (t * a->num_heads + h) * K;
-    UNROLL for (long i = 0; i < K / 16; i++) store_bf16(out + 16 * i, acc[i] / total);
+    UNROLL for (long i = 0; i < K / LANES; i++) store_bf16(out + LANES * i, acc[i] / total);
 }
 
 // Puts key and value of a row into the cache.
@@ -502,7 +545,7 @@ static void write_row(const struct Attention *a, long t, long g) {
     float wide[MAX_HEAD_DIM];
     turn(a, row + (H + g) * K, a->k_norm, position, wide);
     uint16_t *k = a->k_cache + (g * a->capacity + position) * K;
-    for (long i = 0; i < K; i += 16) store_bf16(k + i, load_f32(wide + i));
+    for (long i = 0; i < K; i += LANES) store_bf16(k + i, load_f32(wide + i));
     memcpy(a->v_cache + (g * a->capacity + position) * K, row + (H + G + g) * K, (size_t)K * 2);
 }
 
