@@ -114,6 +114,7 @@ def make_settings(variant: str, seed: int, options: argparse.Namespace, num_step
         optimizer=VARIANTS[variant][2],
         compute_dtype="bf16" if is_gpu else "fp32",
         loss_rows=8192,
+        is_recorded=is_gpu,
         seed=seed,
         log_every=100,
         checkpoint_every=10**9,
@@ -321,7 +322,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="instead of --seconds")
     parser.add_argument("--parallel", type=int, default=2, help="drafts trained at once, with --steps")
     parser.add_argument("--seeds", type=int, default=len(SEEDS))
-    parser.add_argument("--num-prompts", type=int, default=6000)
+    parser.add_argument("--num-prompts", type=int, default=4000)
     parser.add_argument("--num-held-out", type=int, default=100)
     parser.add_argument("--texts-per-step", type=int, default=64)
     parser.add_argument("--anchors", type=int, default=32, help="places of a text that a step drafts from")

@@ -21,9 +21,11 @@ from train_tokenizer import texts
 from prompts import make_prompts, write_prompts
 from soloist import LLM, SamplingParams
 from soloist.models import load_model
+from soloist.models.causal_lm import CausalLM
 from soloist.tokenizer import Tokenizer
 from soloist.train.documents import Documents
 from soloist.train.evaluate import distinct_ratio
+from soloist.train.generate import Request, generate
 from soloist.train.packed import final_norm_packed, forward_packed
 
 NUM_PROMPTS, MAX_TOKENS = 100, 128
@@ -61,31 +63,53 @@ def parses(prompt: str, completion: str, is_ended: bool) -> bool:
 
 def complete(llm: LLM, prompts: list[dict]) -> list[dict]:
     """Continue the prompts greedily."""
-    results = []
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
-    for prompt in prompts:
-        answer = llm.generate(prompt["text"], params)
-        is_ended = answer.finish_reason == "stop"
-        results.append(
-            {
-                "source": prompt["source"],
-                "path": prompt["path"],
-                "tokens": len(answer.token_ids),
-                "distinct_4_grams": round(distinct_ratio(answer.token_ids), 4),
-                "parses": parses(prompt["text"], answer.text, is_ended),
-                "prompt": prompt["text"],
-                "completion": answer.text,
-            }
-        )
-    return results
+    answers = (llm.generate(prompt["text"], params) for prompt in prompts)
+    return [
+        describe(prompt, answer.token_ids, answer.text, answer.finish_reason == "stop")
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+
+
+def complete_batched(folder: Path, prompts: list[dict], device: torch.device) -> list[dict]:
+    """Continue the prompts greedily, all at once and without an engine: nothing is compiled."""
+    model, tokenizer = load(folder, device), Tokenizer.load(folder)
+    requests = [Request(prompt_ids=tuple(tokenizer.encode(p["text"])), temperature=0.0) for p in prompts]
+    stops = sorted(tokenizer.stop_ids)
+    texts = generate(
+        model, requests, max_new_tokens=MAX_TOKENS, num_tokens=tokenizer.num_tokens, eos_token_ids=stops, seed=0
+    )
+    answers = [list(text.token_ids[text.num_prompt :]) for text in texts]
+    return [
+        describe(prompt, ids, tokenizer.decode(ids), ids[-1] in stops)
+        for prompt, ids in zip(prompts, answers, strict=True)
+    ]
+
+
+def describe(prompt: dict, token_ids: list[int], text: str, is_ended: bool) -> dict:
+    """Say what there is to say of a completion."""
+    return {
+        "source": prompt["source"],
+        "path": prompt["path"],
+        "tokens": len(token_ids),
+        "distinct_4_grams": round(distinct_ratio(token_ids), 4),
+        "parses": parses(prompt["text"], text, is_ended),
+        "prompt": prompt["text"],
+        "completion": text,
+    }
+
+
+def load(folder: Path, device: torch.device) -> CausalLM:
+    """Load the model with weights that can be computed with as they are."""
+    is_gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if is_gpu else torch.float32
+    return load_model(folder, device=device, dtype=dtype, weights_dtype="bf16" if is_gpu else "fp32")
 
 
 @torch.no_grad()
 def model_nats(folder: Path, tokens: np.ndarray, end: int, device: torch.device) -> float:
     """Give the negative log likelihood of all tokens; of a document's first, and of each 2048th, that of a guess."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    weights = "bf16" if device.type == "cuda" else "fp32"
-    model = load_model(folder, device=device, dtype=dtype, weights_dtype=weights)
+    model = load(folder, device)
     # The last pack is filled up, and what fills it is not counted.
     num_packs = -(-len(tokens) // PACK_TOKENS)
     padded = np.concatenate([tokens, np.full(num_packs * PACK_TOKENS - len(tokens), end, dtype=tokens.dtype)])
@@ -93,7 +117,7 @@ def model_nats(folder: Path, tokens: np.ndarray, end: int, device: torch.device)
     for ids, lengths in packs(padded, end, PACK_TOKENS, seed=None):
         documents = Documents(lengths.tolist(), device)
         row = torch.from_numpy(ids.astype(np.int64)).to(device)
-        hidden, _ = forward_packed(model, row, documents, dtype=dtype)
+        hidden, _ = forward_packed(model, row, documents)
         logits = final_norm_packed(model, hidden).float() @ model.lm_head.float().T
         nats = torch.nn.functional.cross_entropy(logits[:-1], row[1:], reduction="none")
         is_first = documents.positions == 0
@@ -151,6 +175,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--skip-baselines", action="store_true", help="leave out gzip and n-grams")
     parser.add_argument("--skip-likelihood", action="store_true", help="leave out bits per byte: slow on a CPU")
+    parser.add_argument("--batched", action="store_true", help="complete without an engine: quick, and in other bits")
     args = parser.parse_args()
     device = torch.device(args.device)
     with gzip.open(args.data / "held_out.jsonl.gz", "rt") as file:
@@ -172,7 +197,10 @@ def main() -> None:
         args.out.write_text(json.dumps(result | {"by_prompt": completions}, indent=1) + "\n")
 
     start = time.perf_counter()
-    completions = complete(LLM(args.model, device=device), prompts)
+    if args.batched:
+        completions = complete_batched(args.model, prompts, device)
+    else:
+        completions = complete(LLM(args.model, device=device), prompts)
     shares = [c["distinct_4_grams"] for c in completions]
     result |= {
         "completions": len(completions),

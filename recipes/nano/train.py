@@ -51,7 +51,8 @@ class Settings:
     warm_up: float = 0.02
     # Where the rate begins to fall, to nothing where unlikelihood training begins.
     decay_start: float = 0.45
-    mtp_weight: float = 0.3
+    # What the last hidden state knows of the token behind the next is what drafts live on.
+    mtp_weight: float = 0.5
     # How far a step moves an expert's selection bias at full rate.
     bias_step: float = 4e-3
     # Where unlikelihood training begins, at a share of the full rate that falls to nothing at the end.

@@ -36,12 +36,14 @@ OBJECTIVE = ObjectiveSettings(min_temperature=0.5)
 # Longest answer, and answers generated at once.
 NUM_TOKENS, BATCH_SIZE = 128, 8192
 # Steps that are not typical, and steps that are timed.
-WARM_STEPS, TIMED_STEPS = 20, 60
+WARM_STEPS, TIMED_STEPS = 6, 30
 # Steps between two looks at the clock.
 CHUNK_STEPS = 200
 # Only for the first few steps.
 GUESSED_STEPS_PER_S = 100
 SAVE_EVERY_S = 60
+# For measuring and writing the last one.
+MEASURE_S = 6
 # Drafts have to fit into the repository beside the target. The last layer knows most of what comes: the MTP layer reads
 # it, and taught it to.
 SHAPE = DraftShape(num_hidden_layers=2, markov_rank=32, target_layer_ids=(1, 3, 5, 6, 7))
@@ -95,7 +97,7 @@ def main() -> None:
             is_compiled = fused < whole
         is_compiled = bool(is_compiled) or args.fuse == "always"
         # Blocks twice as long take about twice the time.
-        left_s = args.seconds - (time.perf_counter() - start_s)
+        left_s = args.seconds - MEASURE_S - (time.perf_counter() - start_s)
         seconds = left_s * block / sum(blocks[i:])
         trainer = Trainer(target, texts, replace(settings, is_compiled=is_compiled), num_tokens=num_ids, store=store)
         folder = folder_of(args.out, block)
@@ -189,6 +191,7 @@ def train_for(trainer: Trainer, seconds: float, folder: Path) -> None:
         step_s = (time.perf_counter() - chunk_s) / (trainer.step - first)
         if time.perf_counter() - last_save_s > SAVE_EVERY_S:
             save_draft(folder, trainer.network, lm_head=None)
+            print(f"held out: {trainer.measure()}", flush=True)
             last_save_s = time.perf_counter()
 
 

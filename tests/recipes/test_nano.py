@@ -112,6 +112,7 @@ def test_a_few_steps_lower_the_loss_and_the_checkpoint_is_read_back(config, tmp_
         num_continuations=5,
         continuation_len=12,
         run_len=2,
+        mtp_weight=0.3,
         polish_weight=30.0,
         distinct_goal=1.1,
     )
@@ -245,6 +246,9 @@ def test_drafts_train_for_the_time_they_are_given_and_the_schedule_ends_with_it(
             assert num_steps <= self.settings.num_steps
             time.sleep(0.0005 * (num_steps - self.step))
             self.step = num_steps
+
+        def measure(self) -> None:
+            pass
 
     saved = []
     monkeypatch.setattr(train_drafts, "save_draft", lambda *_, **__: saved.append(trainer.step))

@@ -20,9 +20,9 @@ MOMENTUM = 0.95
 
 
 def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
-    """Give U V^T, roughly, of each matrix U S V^T in (n, rows, columns), in bf16."""
+    """Give U V^T, roughly, of each matrix U S V^T in (n, rows, columns); on a GPU in bf16, which a CPU is slow at."""
     a, b, c = COEFFICIENTS
-    x = matrices.bfloat16()
+    x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
     is_tall = x.shape[-2] > x.shape[-1]
     x = x.mT if is_tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)

@@ -107,9 +107,11 @@ class RecordedStep:
             torch.cuda.current_stream().wait_stream(stream)
             return found
         if not self._graphs:
+            # They never run side by side.
+            pool = torch.cuda.graph_pool_handle()
             for stage in self._stages:
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
+                with torch.cuda.graph(graph, pool=pool):
                     found = self._update(*inputs, stage)
                 self._graphs[stage] = graph, found
         graph, found = self._graphs[is_last_stage]
