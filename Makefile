@@ -74,11 +74,12 @@ test-gpu:  ## Every kernel and the captured step on this machine's GPU, with PYT
 
 bench-gpu:  ## Steps of full-size models on this machine's GPU, and every kernel; with GPUS=2, 4 or 8 Ling-3.0-flash whole on so many
 ifeq ($(GPUS),1)
-	PYTHONPATH=src $(PYTHON) benchmarks/decode_gpu.py qwen2-1.5b-nodraft ling3-tiny-nodraft ling3-tiny-verify ling3-tiny-long \
-	    ling3-flash-shard2-nodraft ling3-flash-shard2-verify
+	PYTHONPATH=src $(PYTHON) benchmarks/decode_gpu.py qwen2-1.5b-nodraft ling3-tiny-nodraft ling3-tiny-verify \
+	    ling3-tiny-long ling3-flash-shard2-nodraft ling3-flash-shard2-verify
 	PYTHONPATH=src $(PYTHON) benchmarks/kernels_hybrid.py --out benchmarks/results
 else
 	PYTHONPATH=src $(PYTHON) benchmarks/decode_tp_gpu.py --ranks $(GPUS) nodraft dspark mtp ladder
+	PYTHONPATH=src $(PYTHON) benchmarks/product_tp_gpu.py --ranks $(GPUS)
 	PYTHONPATH=src $(PYTHON) benchmarks/allreduce_gpu.py --ranks $(GPUS)
 	PYTHONPATH=src $(PYTHON) benchmarks/decode_tp_gpu.py --ranks $(GPUS) --model ling-3.0-tiny nodraft
 endif

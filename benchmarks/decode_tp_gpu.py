@@ -2,7 +2,7 @@
 
 `PYTHONPATH=src python benchmarks/decode_tp_gpu.py --ranks 2 CASE [CASE ...]` starts a process per GPU, as `torchrun`
 would; rank 0 writes `FOLDER/h200x2/CASE.json`, anew with each part of a case. Weights and rows are those of
-`model_bench`.
+`model_bench`. No rank leads the others here; `product_tp_gpu.py` measures requests as users send them.
 """
 
 import argparse
@@ -25,24 +25,28 @@ import torch.distributed as dist
 
 from ladder_gpu import measure_rungs
 from model_bench import Bench, built_in, by_width, commit_id, step_row, write_result
+from soloist.bench.figures import spread
 from soloist.bench.ladder import ladder
 from soloist.bench.prompts import measure_prompt
 from soloist.bench.results import Result, device_name, machine_folder
 from soloist.config import disable_multicast
 from soloist.engine import Engine
-from soloist.kernels.allreduce import TensorParallel
+from soloist.kernels.allreduce import MAX_PUSHED_ROWS, TensorParallel, all_gather_columns
 from soloist.kernels.mailboxes import make_mailboxes
 from soloist.models.memory import free_bytes
 from soloist.request_stats import RequestStats
-from soloist.runtime.graph import Execution
+from soloist.runtime.graph import Execution, StepGraph
 from soloist.sampling_params import SamplingParams
 
 # Tokens of an answer; the published run has as many.
 ANSWER_TOKENS = 1024
-# Lots by which drafts are kept, so that their mean is the one asked for.
-NUM_LOTS = 3
+# Answers at each point, each with its own lots by which drafts are kept, so that their mean is the one asked for.
+NUM_ANSWERS = 3
 # Steps of a repeat.
 MOST_STEPS = 160
+# A request that draws its tokens, and gathers of rows of logits that are timed in one chain.
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95)
+NUM_GATHERS = 20
 # How long a rank waits for another: some compile longer.
 WAIT_S = 60.0
 # Acceptance lengths by width at which TPOT is quoted.
@@ -120,13 +124,16 @@ def time_answers(bench: RankBench, drafter: str | None, width: int, acceptance: 
     prompt = torch.randint(engine.runner.buffers.num_tokens, (bench.context_len,), device=bench.device).tolist()
     # The first captures the step.
     answer(bench, engine, prompt, seed=0, max_tokens=2 * width)
-    lots = range(NUM_LOTS if acceptance else 1)
-    runs = [answer(bench, engine, prompt, seed=seed, max_tokens=ANSWER_TOKENS) for seed in lots]
+    runs = [answer(bench, engine, prompt, seed=seed, max_tokens=ANSWER_TOKENS) for seed in range(NUM_ANSWERS)]
     bench.check()
     gaps = sorted(gap for _, _, run_gaps in runs for gap in run_gaps)
     total_s, stats = sum(total_s for _, total_s, _ in runs), [stats for stats, _, _ in runs]
     num_tokens = sum(one.completion_tokens for one in stats)
+    requests = spread([one.tpot_ms for one in stats if one.tpot_ms is not None])
     return {
+        "tpot_ms_median": round(requests.median, 4),
+        "tpot_ms_p10": round(requests.p10, 4),
+        "tpot_ms_p90": round(requests.p90, 4),
         "tpot_ms": round(1e3 * sum(one.decode_s for one in stats) / (num_tokens - len(runs)), 4),
         "acceptance_length": round(num_tokens / sum(one.forwards for one in stats), 3),
         "num_tokens": num_tokens,
@@ -150,6 +157,41 @@ def answer(
     total_s = time.perf_counter() - started_s
     assert generation.stats.completion_tokens == max_tokens
     return generation.stats, total_s, [1e3 * (b - a) for a, b in itertools.pairwise(times_s)]
+
+
+def time_sampled(bench: RankBench) -> dict[str, Any]:
+    """Measure the step of a request that draws its tokens, which gathers whole rows of logits, and that exchange."""
+    figures, _ = bench.measure(bench.best, params=SAMPLED, most_steps=MOST_STEPS)
+    bench.check()
+    return {
+        "temperature": SAMPLED.temperature,
+        "top_p": SAMPLED.top_p,
+        "step_ms_median": figures.step_ms.median,
+        "step_ms_range": figures.step_ms_range,
+        "launches_per_step": figures.launches_per_step,
+        "gather_us_by_width": {str(width): time_gather(bench, width) for width in (1, MAX_PUSHED_ROWS)},
+    }
+
+
+@torch.inference_mode()
+def time_gather(bench: RankBench, width: int) -> float:
+    """Time the exchange of `width` rows of logits as a step makes it, in a chain of its own: us, the median."""
+    num_columns = -(-bench.target.config.vocab_size // bench.group.size)
+    logits = torch.zeros(width, num_columns, device=bench.device)  # (T, N / ranks)
+
+    def gather() -> None:
+        for _ in range(NUM_GATHERS):
+            all_gather_columns(logits, bench.group)
+
+    launch = StepGraph(gather).replay if bench.best.is_captured else gather
+    times_us = []
+    for _ in range(6):
+        bench.meet()
+        started_s = time.perf_counter()
+        launch()
+        torch.cuda.synchronize()
+        times_us.append(1e6 * (time.perf_counter() - started_s) / NUM_GATHERS)
+    return round(statistics.median(times_us[1:]), 2)
 
 
 def measure_case(bench: RankBench, name: str, case: Case) -> Iterator[Result]:
@@ -178,6 +220,9 @@ def measure_case(bench: RankBench, name: str, case: Case) -> Iterator[Result]:
                 acceptance_simulated=case.drafter is not None,
                 acceptance_length=best["acceptance_length"],
                 tpot_ms_mean=best["tpot_ms"],
+                tpot_ms_median=best["tpot_ms_median"],
+                tpot_ms_p10=best["tpot_ms_p10"],
+                tpot_ms_p90=best["tpot_ms_p90"],
                 ttft_ms=best["ttft_ms"],
                 output_tok_per_s=best["output_tok_per_s"],
                 tpot_ms_at={point: found["tpot_ms"] for point, found in answers.items()},
@@ -197,7 +242,11 @@ def climb(bench: RankBench, name: str) -> Iterator[Result]:
 def beside_one_gpu(bench: RankBench, step_ms: float) -> dict[str, Any] | None:
     """Measure the same model whole on each GPU, if it fits: whether sharing it is worth it. None: it does not fit."""
     whole_bytes = bench.target.report.weight_bytes * bench.group.size
-    if bench.device.type == "cuda" and free_bytes(bench.device) < 1.2 * whole_bytes:
+    has_room = bench.device.type != "cuda" or free_bytes(bench.device) >= 1.2 * whole_bytes
+    # The GPU with the least room decides for all.
+    fits = torch.tensor(int(has_room), device=bench.device)
+    dist.all_reduce(fits, dist.ReduceOp.MIN, group=bench.group.process_group)
+    if not fits:
         return None
     alone = Bench(bench.name, bench.config, device=str(bench.device), context_len=bench.context_len, room=bench.room)
     figures, _ = alone.measure(bench.best, most_steps=MOST_STEPS)
@@ -216,6 +265,9 @@ def run_case(bench: RankBench, case: str, prompt: dict[str, Any]) -> Iterator[Re
             result.details["reference"] = REFERENCE[case]
         yield result
     if case == "nodraft" and result.step_ms_median is not None:
+        sampled = result.details["sampled"] = time_sampled(bench)
+        bench.say(f"{name} sampled: {json.dumps(sampled)}")
+        yield result
         one = beside_one_gpu(bench, result.step_ms_median)
         if one is not None:
             bench.say(f"{name} beside one GPU: {one}")
@@ -261,16 +313,20 @@ def run_rank(arguments: argparse.Namespace, config: dict[str, Any], device_type:
     dist.destroy_process_group()
 
 
-def start_ranks(size: int, command: list[str]) -> int:
-    """Run a program once per rank; the first that fails ends all."""
+def start_ranks(size: int, command: list[str], *, limit_s: float) -> int:
+    """Run a program once per rank; the first that fails ends all, and so does the limit."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    deadline_s = time.monotonic() + limit_s
     ranks = [subprocess.Popen(command, env=os.environ | shared | {"RANK": str(rank)}) for rank in range(size)]
     try:
         while any(rank.poll() is None for rank in ranks):
             if any(rank.poll() for rank in ranks):
+                break
+            if time.monotonic() > deadline_s:
+                print(f"not done after {limit_s:g} s: the ranks are ended", file=sys.stderr, flush=True)
                 break
             time.sleep(0.2)
     finally:
@@ -285,6 +341,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, choices=(2, 4, 8), default=2, help="GPUs; under torchrun it says how many")
     parser.add_argument("--model", choices=list(NAMES), default="ling-3.0-flash")
     parser.add_argument("--layers", type=int, help="fewer than the model has, to try this program")
+    parser.add_argument("--limit-s", type=float, default=580.0, help="seconds after which all ranks are ended")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--commit", default=commit_id(), help="where git is not there to ask")
     return parser.parse_args()
@@ -293,7 +350,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     if "RANK" not in os.environ:
-        sys.exit(start_ranks(arguments.ranks, [sys.executable, *sys.argv]))
+        sys.exit(start_ranks(arguments.ranks, [sys.executable, *sys.argv], limit_s=arguments.limit_s))
     config = built_in(arguments.model)
     run_rank(arguments, config | {"num_hidden_layers": arguments.layers or config["num_hidden_layers"]})
 

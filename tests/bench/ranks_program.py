@@ -38,7 +38,7 @@ def main() -> None:
     steps._TOKENS, steps._FEWEST_STEPS = 30, 12
     model_bench.measure_bandwidth = lambda device: 100.0
     model_bench.load_model = partial(model_bench.load_model, dtype=torch.float32)
-    decode_tp_gpu.MOST_STEPS, decode_tp_gpu.ANSWER_TOKENS, decode_tp_gpu.NUM_LOTS = 14, 40, 2
+    decode_tp_gpu.MOST_STEPS, decode_tp_gpu.ANSWER_TOKENS, decode_tp_gpu.NUM_ANSWERS = 14, 40, 2
     # Of sizes that 4 ranks can share.
     sizes = {"moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 24}
     config = miniature_config("bailing_moe_v3", num_attention_heads=4, num_key_value_heads=4, **sizes)
