@@ -40,7 +40,6 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.skip(f"this processor has no {request.param}")
     library.linear.restype = library.attention.restype = None
     monkeypatch.setattr(step_cpu, "load", lambda: library)
-    monkeypatch.setattr(step_cpu, "max_rows", library.max_rows)
     return library
 
 
@@ -130,18 +129,16 @@ class TestLinear:
             assert y[1].isnan().all() and y[[0, 2]].isfinite().all()
 
     @pytest.mark.parametrize("kind", ["int4", "int8"])
-    def test_long_prompts_are_the_same_on_either_way(self, kind: PackedKind, library: ctypes.CDLL):
+    def test_rows_of_a_long_prompt_have_the_bits_of_those_of_a_step(self, kind: PackedKind):
         packed, norm = pack_weight(draw(O * 2, I), kind), (torch.rand(I) + 0.5).bfloat16()
-        x, residual = torch.randn(64, I).bfloat16(), torch.randn(64, O * 2).bfloat16()
-        assert (library.max_rows() < 64) == ("avx2" in library._name)
-        few = slice(0, 60)
+        x, residual = torch.randn(150, I).bfloat16(), torch.randn(150, O * 2).bfloat16()
         for operator in (
             lambda rows: linear(x[rows], packed),
             lambda rows: norm_linear(x[rows], norm, EPS, packed),
             lambda rows: norm_swiglu(x[rows], norm, EPS, packed),
             lambda rows: linear_residual(x[rows], packed, residual[rows]),
         ):
-            assert_near(operator(slice(0, 64))[few], operator(few).double(), Limit(rms=1.5e-2, worst_row=3e-2))
+            assert torch.equal(operator(slice(0, 150))[40:43], operator(slice(40, 43)))
 
     def test_rows_of_zeros_give_zeros(self):
         packed = pack_weight(draw(O, I), "int4")

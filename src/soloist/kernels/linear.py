@@ -45,8 +45,6 @@ def linear_packed_cpu(
 ) -> torch.Tensor:
     """Apply a packed weight by the kernel of its kind: (T, I) to (T, O). See `PackedWeight` for dtypes and rounding."""
     if weight.tiles is not None:
-        if x.shape[0] > step_cpu.max_rows():
-            return linear_ref(x, weight, bias, out_dtype=out_dtype)
         return step_cpu.linear(x, weight.tiles, bias=bias, out_dtype=out_dtype or x.dtype)
     codes, scales = weight.codes, weight.scales
     if not isinstance(codes, torch.Tensor):
@@ -62,11 +60,9 @@ def linear_packed_cpu(
     return (y if bias is None else y.add_(bias)).to(out_dtype or x.dtype)
 
 
-def _tiles(weight: Weight, x: torch.Tensor) -> step_cpu.Tiles | None:
+def _tiles(weight: Weight) -> step_cpu.Tiles | None:
     """Give a weight's tiles, if it has them and their kernel shall run: it takes norm, gate and residual along."""
-    if not isinstance(weight, PackedWeight) or weight.tiles is None or use_reference_everywhere():
-        return None
-    return weight.tiles if x.shape[0] <= step_cpu.max_rows() else None
+    return weight.tiles if isinstance(weight, PackedWeight) and not use_reference_everywhere() else None
 
 
 def linear(
@@ -152,7 +148,7 @@ def norm_linear(
         (T, O): fp32 sums. The normalised row is rounded to the dtype of `x`, for tiles once and more finely; on a GPU
         x * norm_weight is, and the norm's scale is applied to the sum.
     """
-    if (tiles := _tiles(weight, x)) is not None:
+    if (tiles := _tiles(weight)) is not None:
         return step_cpu.linear(x, tiles, norm=norm_weight, eps=eps, bias=bias, out_dtype=out_dtype or x.dtype)
     expect(norm_weight, "D", (x.dtype, torch.float32), {"D": x.shape[1]}, name="norm_weight")
     if use_reference(x):
@@ -186,7 +182,7 @@ def norm_swiglu(
 
     Source: Shazeer 2020 (arXiv 2002.05202), equation 6; the limit as Ling-3.0 was trained with.
     """
-    if (tiles := _tiles(gate_up, x)) is not None and tiles.shape[0] % (2 * step_cpu.TILE) == 0:
+    if (tiles := _tiles(gate_up)) is not None and tiles.shape[0] % (2 * step_cpu.TILE) == 0:
         return step_cpu.linear(x, tiles, norm=norm_weight, eps=eps, has_gate=True, limit=limit)
     if not use_reference(x) and isinstance(gate_up, torch.Tensor) and is_step_map(x, gate_up):
         if linear_cuda.can_run(x, gate_up) and x.shape[0] <= MAX_ROWS_OF_LARGE_GATED_MAPS:
@@ -217,7 +213,7 @@ def linear_residual(
         (T, D), the dtype of `x`. The product is rounded to that dtype before it is added, but not in a GPU's step nor
         with tiles.
     """
-    if (tiles := _tiles(weight, x)) is not None:
+    if (tiles := _tiles(weight)) is not None:
         return step_cpu.linear(x, tiles, residual=residual)
     expect(residual, "T D", x.dtype, {"T": x.shape[0], "D": weight.shape[0]}, name="residual")
     if not use_reference(x) and isinstance(weight, torch.Tensor) and is_step_map(x, weight):

@@ -132,15 +132,6 @@ def can_map(num_outputs: int, num_inputs: int) -> bool:
     return num_outputs % TILE == 0 and num_inputs % GROUP == 0 and load() is not None
 
 
-@functools.cache
-def max_rows() -> int:
-    """Give the most rows for which tiles are multiplied as they are; for more they are dequantised first."""
-    library = load()
-    assert library is not None
-    rows: int = library.max_rows()
-    return rows
-
-
 def _address(x: torch.Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 

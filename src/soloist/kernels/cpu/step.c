@@ -51,16 +51,6 @@ int is_supported(void) {
 #endif
 }
 
-// Most rows for which the product is faster than that of PyTorch with a weight that is dequantised first. Measured with
-// one thread: with AVX-512 80 billion multiplications a second at any number of rows, with AVX2 24 to 31.
-int max_rows(void) {
-#ifdef __AVX512F__
-    return INT32_MAX;
-#else
-    return 63;
-#endif
-}
-
 // --- numbers
 
 INLINE f32 load_f32(const float *p) {
