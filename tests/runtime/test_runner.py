@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from soloist.errors import ContextLengthError, DoesNotFitError, UsageError
+from soloist.kernels.allreduce import TensorParallel
 from soloist.models import load_model
 from soloist.models.causal_lm import CausalLM
 from soloist.runtime.runner import ModelRunner, measure_num_threads
-from tests.miniature import write_checkpoint
+from tests.miniature import miniature_config, write_checkpoint
 from tests.scripted import TableModel
 
 
@@ -93,6 +94,47 @@ def test_room_for_steps_and_prompts_is_left_beside_the_context(llama, monkeypatc
     with pytest.raises(DoesNotFitError, match=r"a context of 61 tokens, with room to work,.* that fits is 60 tokens"):
         ModelRunner(llama, max_context_len=61)
     assert ModelRunner(llama, max_context_len=60).max_context_len == 60
+
+
+# Of sizes that 4 ranks can share, with more key/value heads than ranks, and with fewer.
+SHARED = {
+    "llama": {"num_attention_heads": 8, "num_key_value_heads": 8, "hidden_size": 64, "vocab_size": 256},
+    "qwen2": {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 208},
+    "bailing_moe_v3": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 20,
+        "moe_shared_expert_intermediate_size": 24,
+        "vocab_size": 132,
+    },
+}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("family", SHARED)
+def test_a_context_is_as_large_as_this_ranks_memory_allows(
+    family: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+):
+    """What a rank counts of its cache is what it allocates: nothing is divided by the ranks once more."""
+    config = miniature_config(family, **SHARED[family])
+    group = TensorParallel(rank=0, size=num_ranks)
+    model = load_model(config, dtype=torch.float32, weights="random", group=group)
+    cache = model.make_cache(90)
+    held = 0
+    for part in (cache.kv, cache.latent, cache.recurrent):
+        if part is not None:
+            names = {"k", "v", "latent", "state", "conv"} & vars(part).keys()
+            held += sum(vars(part)[name].numel() * vars(part)[name].element_size() for name in names)
+    footprint = model.footprint
+    fixed = footprint.state_bytes + footprint.conv_state_bytes
+    assert held == fixed + 90 * footprint.kv_bytes_per_position
+    assert footprint.kv_bytes_per_position and (fixed > 0) == (family == "bailing_moe_v3")
+    # As on a GPU, where all of it is asked for before any is allocated.
+    monkeypatch.setattr("soloist.runtime.runner._SCRATCH_BYTES", {"cpu": 4096})
+    monkeypatch.setattr("soloist.models.memory.free_bytes", lambda device: held + 4096)
+    with pytest.raises(DoesNotFitError, match="the largest context that fits is 90 tokens"):
+        ModelRunner(model, max_context_len=91)
+    assert ModelRunner(model, max_context_len=90).max_context_len == 90
 
 
 def test_padding_rows_of_the_head_are_cut_off(llama):

@@ -90,10 +90,11 @@ def memory_line(llm: "LLM") -> str:
     import torch
 
     runner, device = llm.engine.runner, llm.engine.runner.model.device
-    footprint, size = runner.model.footprint, runner.model.group.size
+    # Of this rank: so is everything else that the line says.
+    footprint = runner.model.footprint
     weights = runner.model.report.weight_bytes
-    cache = runner.cache.max_context_len * footprint.kv_bytes_per_position / min(size, footprint.num_kv_shards)
-    cache += (footprint.state_bytes + footprint.conv_state_bytes) / size
+    cache = runner.cache.max_context_len * footprint.kv_bytes_per_position
+    cache += footprint.state_bytes + footprint.conv_state_bytes
     scratch = torch.cuda.memory_reserved(device) - weights - cache
     free, total = torch.cuda.mem_get_info(device)
     return (

@@ -74,7 +74,7 @@ class ModelRunner:
         try:
             if wanted <= limit and model.device.type in _SCRATCH_BYTES:
                 # With what steps and prompts take besides: it should be missing now rather than in the first answer.
-                needed = _fixed_bytes(model) + num_rows * _position_bytes(model)
+                needed = _fixed_bytes(model) + num_rows * model.footprint.kv_bytes_per_position
                 memory.check_fits(needed, model.device, f"a context of {num_rows} tokens, with room to work,")
             self.cache = model.make_cache(num_rows, max_width)
         except DoesNotFitError as error:
@@ -212,22 +212,16 @@ class ModelRunner:
         return "the same tokens, run again in one piece, gave finite values everywhere"
 
 
-def _fixed_bytes(model: CausalLM) -> float:
-    """Give what one rank needs for a sequence of any length: recurrent state, and scratch of a step and of a prompt."""
+def _fixed_bytes(model: CausalLM) -> int:
+    """Give what this rank needs for a sequence of any length: recurrent state, scratch of a step and of a prompt."""
     footprint = model.footprint
-    state_bytes = (footprint.state_bytes + footprint.conv_state_bytes) / model.group.size
-    return state_bytes + _SCRATCH_BYTES.get(model.device.type, 0)
-
-
-def _position_bytes(model: CausalLM) -> float:
-    """Give what one rank keeps of a position."""
-    return model.footprint.kv_bytes_per_position / min(model.group.size, model.footprint.num_kv_shards)
+    return footprint.state_bytes + footprint.conv_state_bytes + _SCRATCH_BYTES.get(model.device.type, 0)
 
 
 def _largest_context(model: CausalLM, overhang: int) -> str:
     """Say in words how many tokens of context fit beside the weights."""
     room = memory.free_bytes(model.device) - _fixed_bytes(model)
-    largest = int(room / _position_bytes(model)) - overhang
+    largest = int(room / model.footprint.kv_bytes_per_position) - overhang
     return (
         f"the largest context that fits is {largest} tokens" if largest >= 2 else "no context fits beside the weights"
     )
