@@ -15,8 +15,12 @@ PY=${PYTHON:-python3}; HERE=recipes/nano
 say() { echo "[$(date +%T)] $*"; }
 left() { local n=$((END - $(date +%s) - ${1:-0})); echo $((n > 1 ? n : 1)); }
 soloist() { timeout "$(left)" "$PY" -c "import sys; from soloist.cli import main; sys.exit(main(sys.argv[1:]))" "$@"; }
-if nvidia-smi -L; then DEVICE=cuda; FLAGS=("" "--plain" "--no-polish" "--plain --no-polish")
-else DEVICE=cpu; FLAGS=("--device cpu --num-tokens 512 --no-polish"); fi
+if nvidia-smi -L; then
+    DEVICE=cuda; FLAGS=("" "--plain" "--no-polish" "--plain --no-polish")
+    DRAFT_FLAGS=("" "--fuse never" "--fuse never --no-graphs")
+else
+    DEVICE=cpu; FLAGS=("--device cpu --num-tokens 512 --no-polish"); DRAFT_FLAGS=("--fuse never")
+fi
 say "start: target $T s"
 # What fails is done without, from the last checkpoint on.
 for flags in "${FLAGS[@]}"; do
@@ -65,7 +69,7 @@ ahead() {
     done
 }
 ahead > "$W/ahead.log" 2>&1 & AHEAD=$!
-for flags in "" "--fuse never" "--no-graphs --fuse never"; do
+for flags in "${DRAFT_FLAGS[@]}"; do
     [ "$(left)" -lt $((RESERVE + 30)) ] && break
     timeout "$(left $((RESERVE - 15)))" "$PY" $HERE/train_drafts.py --model "$M" --prompts "$D/draft_prompts.jsonl" \
         --out "$W/drafts" --seconds "$(left $RESERVE)" --num-prompts "${PROMPTS:-60000}" --device $DEVICE $flags && break

@@ -27,7 +27,7 @@ from soloist.train.settings import DraftShape, ObjectiveSettings, TrainSettings
 from soloist.train.trainer import DTYPES, Figures, Trainer
 
 # Every prompt is answered twice, greedily and drawn: of greedy answers an engine is asked for most.
-TEMPERATURES = (0.0, 0.7, 0.0, 1.0)
+TEMPERATURES = (0.0, 0.7, 0.0, 0.7, 0.0, 1.0)
 ANSWERS = 2
 # Answers that repeat themselves are not measured, and teach nothing.
 MIN_DISTINCT = 0.6
