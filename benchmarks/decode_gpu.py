@@ -20,7 +20,7 @@ import torch
 
 from model_bench import CONTEXT_LEN, Bench, built_in, by_width, commit_id, step_row, write_result
 from soloist.bench.figures import spread
-from soloist.bench.prompts import measure_prompt
+from soloist.bench.prefill import measure_prompt
 from soloist.bench.results import Result
 from soloist.engine import Engine
 from soloist.models.causal_lm import CausalLM

@@ -27,7 +27,7 @@ from ladder_gpu import measure_rungs
 from model_bench import Bench, built_in, by_width, commit_id, step_row, write_result
 from soloist.bench.figures import spread
 from soloist.bench.ladder import ladder
-from soloist.bench.prompts import measure_prompt
+from soloist.bench.prefill import measure_prompt
 from soloist.bench.results import Result, device_name, machine_folder
 from soloist.config import disable_multicast
 from soloist.engine import Engine

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import decode_tp_gpu
 import model_bench
-from soloist.bench import prompts, steps
+from soloist.bench import prefill, steps
 from tests.miniature import miniature_config
 
 CONTEXT_LEN, ROOM = 40, 900
@@ -32,9 +32,9 @@ def main() -> None:
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.set_sync_debug_mode = lambda mode: None
     steps.stamp, steps._trace = stamp, lambda meter: (0.0, 1)
-    prompts.stamp = stamp
+    prefill.stamp = stamp
     events = [(0, 9, "nccl"), (9, 1, "stamp_kernel"), (10, 3, "nccl"), (12, 2, "grouped_down_kernel")]
-    prompts.trace_gpu = lambda run: run() or events
+    prefill.trace_gpu = lambda run: run() or events
     steps._TOKENS, steps._FEWEST_STEPS = 30, 12
     model_bench.measure_bandwidth = lambda device: 100.0
     model_bench.load_model = partial(model_bench.load_model, dtype=torch.float32)

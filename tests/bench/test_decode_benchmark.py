@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import decode_gpu
 import model_bench
-from soloist.bench import prompts, steps
+from soloist.bench import prefill, steps
 from tests.miniature import miniature_config
 
 
@@ -30,12 +30,12 @@ def _miniature(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "_trace", lambda meter: (0.0, 1))
     monkeypatch.setattr(steps, "_TOKENS", 20)
     monkeypatch.setattr(steps, "_FEWEST_STEPS", 12)
-    monkeypatch.setattr(prompts, "stamp", stamp)
+    monkeypatch.setattr(prefill, "stamp", stamp)
     events = [(0, 1, "stamp_kernel"), (1, 2_000_000, "grouped_down_kernel")]
-    monkeypatch.setattr(prompts, "trace_gpu", lambda run: run() or events)
+    monkeypatch.setattr(prefill, "trace_gpu", lambda run: run() or events)
     monkeypatch.setattr(model_bench, "measure_bandwidth", lambda device: 100.0)
     monkeypatch.setattr(model_bench, "load_model", partial(model_bench.load_model, dtype=torch.float32))
-    monkeypatch.setattr(decode_gpu, "measure_prompt", partial(prompts.measure_prompt, meet=lambda: None))
+    monkeypatch.setattr(decode_gpu, "measure_prompt", partial(prefill.measure_prompt, meet=lambda: None))
     monkeypatch.setattr(decode_gpu, "ANSWER_TOKENS", 8)
     monkeypatch.setattr(decode_gpu, "NUM_STEPS", 14)
 

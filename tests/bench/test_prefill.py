@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from soloist.bench import prompts
-from soloist.bench.prompts import behind_stamp, kind_of, measure_prompt, summarise, union_ns
+from soloist.bench import prefill
+from soloist.bench.prefill import behind_stamp, kind_of, measure_prompt, summarise, union_ns
 from soloist.models import load_model
 from soloist.runtime.runner import ModelRunner
 from tests.miniature import miniature_config
@@ -54,9 +54,9 @@ def test_what_brings_ranks_together_is_no_part_of_a_prompt():
 def test_every_pass_is_stamped_once_ranks_have_met_and_before_it_reads(monkeypatch: pytest.MonkeyPatch):
     said: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    monkeypatch.setattr(prompts, "stamp", lambda times, num_steps, *, is_end: said.append("stamp"))
+    monkeypatch.setattr(prefill, "stamp", lambda times, num_steps, *, is_end: said.append("stamp"))
     events = [(0, 5, "nccl"), (5, 1, "stamp_kernel"), (6, 4, "x")]
-    monkeypatch.setattr(prompts, "trace_gpu", lambda run: run() or events)
+    monkeypatch.setattr(prefill, "trace_gpu", lambda run: run() or events)
     model = load_model(miniature_config("llama"), dtype=torch.float32, weights="random")
     runner = ModelRunner(model, max_context_len=40)
     prompt = torch.arange(30)
