@@ -71,7 +71,7 @@ ahead() {
 ahead > "$W/ahead.log" 2>&1 & AHEAD=$!
 for flags in "${DRAFT_FLAGS[@]}"; do
     [ "$(left)" -lt $((RESERVE + 30)) ] && break
-    timeout "$(left $((RESERVE - 15)))" "$PY" $HERE/train_drafts.py --model "$M" --prompts "$D/draft_prompts.jsonl" \
+    timeout "$(left $((RESERVE - 25)))" "$PY" $HERE/train_drafts.py --model "$M" --prompts "$D/draft_prompts.jsonl" \
         --out "$W/drafts" --seconds "$(left $RESERVE)" --num-prompts "${PROMPTS:-60000}" --device $DEVICE $flags && break
     say "drafts: exit code $? with '$flags'"
 done

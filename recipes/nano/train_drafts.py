@@ -102,9 +102,9 @@ def main() -> None:
         trainer = Trainer(target, texts, replace(settings, is_compiled=is_compiled), num_tokens=num_ids, store=store)
         folder = folder_of(args.out, block)
         train_for(trainer, seconds, folder)
+        save_draft(folder, trainer.network, lm_head=None)
         figures = trainer.measure()
         print(f"[{time.perf_counter() - start_s:.0f} s] block {block}: {figures}", flush=True)
-        save_draft(folder, trainer.network, lm_head=None)
         record = {
             "data": f"{num_prompts} beginnings of functions and classes, {ANSWERS} answers each",
             "num_texts": len(texts),

@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from soloist.errors import CheckpointError, NumericsError, UsageError
+from soloist.models import load_model
 from soloist.train.capture import MemoryStore, StateStore, bytes_per_token, fits_in_memory
 from soloist.train.settings import DraftShape, ObjectiveSettings
 from soloist.train.trainer import Trainer, learning_rate
+from tests.miniature import write_checkpoint
 from tests.train.small import load_target, make_settings, make_texts
 
 
@@ -150,6 +152,25 @@ def test_steps_of_one_shape_train_as_packed_ones(tmp_path: Path):
         Trainer(target, texts, replace(settings, is_recorded=True))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are a GPU's")
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_recorded_steps_are_those_that_are_launched_one_by_one(is_compiled: bool, tmp_path: Path):
+    write_checkpoint(tmp_path, "qwen3", seed=3)
+    target = load_model(tmp_path, device=torch.device("cuda"), dtype=torch.float32, weights_dtype="fp32")
+    # Eight steps: warm ones, then graphs of both stages.
+    texts, settings = make_texts(target, 12), make_settings(optimizer="muon", is_compiled=is_compiled)
+    layers = settings.shape.config_for(target.config).target_layer_ids
+    store = MemoryStore(texts, target, layers, torch.float32)
+    launched = Trainer(target, texts, settings, store=store)
+    recorded = Trainer(target, texts, replace(settings, is_recorded=True), store=store)
+    launched.run()
+    recorded.run()
+    assert len(recorded._recorded._graphs) == 2
+    for name, p in parameters(launched).items():
+        torch.testing.assert_close(parameters(recorded)[name], p, rtol=5e-2, atol=2e-3)
+    assert abs(launched.measure().loss - recorded.measure().loss) < 2e-2
+
+
 def test_muon_has_the_maps_of_hidden_states_and_no_table_of_the_vocabulary(tmp_path: Path):
     target = load_target(tmp_path / "target")
     trainer = Trainer(target, make_texts(target, 12), make_settings(optimizer="muon"))
@@ -192,6 +213,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from soloist.models import load_model
 from soloist.train.trainer import Trainer
+from tests.miniature import write_checkpoint
 from tests.train.small import make_settings, make_texts
 torch.set_num_threads(1)
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
