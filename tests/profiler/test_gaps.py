@@ -23,7 +23,7 @@ def test_a_program_that_never_looks_has_no_gap_and_no_wait():
 def test_idle_time_is_put_behind_the_wait_that_caused_it():
     def read_and_think(machine: Machine) -> None:
         read_item(machine)
-        machine.busy(200.0)
+        machine.busy(100.0)
 
     analysis = analysis_of(decode(read_and_think))
     (wait,) = analysis.waits
@@ -31,12 +31,30 @@ def test_idle_time_is_put_behind_the_wait_that_caused_it():
     assert gap.kind is GapKind.WAIT and gap.count == 1.0
     assert gap.place == wait.place and wait.place.where == "sample() of sampler.py:200"
     # Behind the read: the way back to the host, the rest of the read, thinking, and the next launch.
-    assert 0.2 < wait.idle_ms < 0.23
+    assert 0.1 < wait.idle_ms < 0.13
     assert gap.idle_ms == wait.idle_ms
     assert analysis.idle_share == pytest.approx(wait.idle_ms / analysis.step_ms, rel=0.02)
     assert wait.queued_us == 0
     # Without the wait the host would think while the GPU works.
     assert analysis.loss_ms == pytest.approx(wait.idle_ms, rel=0.05)
+
+
+def read_then_detokenize(machine: Machine) -> None:
+    read_item(machine)
+    with machine.at("text.py(33): detokenize"), machine.inside("aten::add"):
+        machine.busy(900.0)
+
+
+def test_what_a_host_does_for_long_behind_a_wait_is_no_part_of_the_wait():
+    analysis = analysis_of(decode(read_then_detokenize))
+    (wait,) = analysis.waits
+    host, behind = analysis.gaps
+    assert (host.kind, host.place.where, host.what) == (GapKind.HOST, "detokenize() of text.py:33", "aten::add")
+    assert host.idle_ms == pytest.approx(0.9, rel=0.03)
+    # The way back to the host, and the rest of the read.
+    assert behind.kind is GapKind.WAIT and behind.idle_ms == wait.idle_ms < 0.02
+    assert analysis.gaps_per_step == 1
+    assert analysis.idle_share == pytest.approx((host.idle_ms + wait.idle_ms) / analysis.step_ms, rel=0.02)
 
 
 def test_a_wait_behind_which_work_is_queued_is_harmless():
@@ -135,13 +153,16 @@ def half_named(machine: Machine) -> Trace:
     calls = [call for call in trace.calls if call.start_us > 1000]
     switch_us = calls[len(calls) // 2].start_us
     trace.named_us = [(0.0, switch_us)]
-    exact = {"sampler.py": Frame("sampler.py", 212, "sample", "token = logits.argmax().item()")}
+    exact = {
+        "sampler.py": Frame("sampler.py", 212, "sample", "token = logits.argmax().item()"),
+        "text.py": Frame("text.py", 35, "detokenize", "return table[token]"),
+    }
     for call in trace.calls:
         is_named = call.start_us < switch_us
         call.stack = tuple(exact.get(frame.file, frame) for frame in call.stack) if is_named else ()
     for samples in trace.samples.values():
         for sample in samples:
-            sample.stack = sample.stack if sample.time_us < switch_us else ()
+            sample.stack = tuple(exact.get(f.file, f) for f in sample.stack) if sample.time_us < switch_us else ()
     return trace
 
 
@@ -153,6 +174,14 @@ def test_names_of_traced_steps_are_lent_to_steps_without():
     assert analysis.num_steps < NUM_STEPS // 2 + 2
     overhead = analysis.overhead
     assert overhead.named_step_ms is not None and overhead.plain_step_ms is not None
+
+
+def test_what_is_done_between_two_steps_is_lent_its_line_together_with_its_operator():
+    analysis = analyse(half_named(decode(read_then_detokenize)))
+    hosts = {(gap.place.where, gap.what) for gap in analysis.gaps if gap.kind is GapKind.HOST}
+    assert hosts == {("text.py:35", "aten::add")}
+    # The last of them ends with a launch behind the last step.
+    assert sum(gap.count for gap in analysis.gaps if gap.kind is GapKind.HOST) == pytest.approx(1.0)
 
 
 def test_a_wait_of_every_third_step_is_lent_its_name_by_such_a_step():

@@ -24,10 +24,11 @@ def marked_lines(name: str, mark: str) -> set[str]:
 
 
 def analysis_of(name: str, max_steps: int) -> Analysis:
-    path = TRACES / f"{name}.json.gz"
-    if not path.exists():
-        pytest.skip("not recorded on a GPU yet")
-    return analyse(load_trace(path), max_steps=max_steps)
+    return analyse(load_trace(TRACES / f"{name}.json.gz"), max_steps=max_steps)
+
+
+def test_every_program_has_its_trace():
+    assert sorted(path.name.split(".")[0] for path in TRACES.iterdir()) == NAMES
 
 
 def test_there_is_a_program_for_every_kind_of_fault():
@@ -46,6 +47,7 @@ def test_the_planted_line_is_named_and_no_other(name: str, max_steps: int):
     named = {wait.place.where for wait in analysis.waits if wait.count >= 0.5}
     faults = marked_lines(name, "fault")
     assert faults <= named <= faults | marked_lines(name, "allowed")
+    assert all(gap.place.where for gap in analysis.gaps if gap.kind is GapKind.HOST)
     if busy := marked_lines(name, "busy"):
         assert {next(gap.place.where for gap in analysis.gaps if gap.kind is GapKind.HOST)} == busy
     if name.startswith("clean_"):

@@ -20,6 +20,7 @@ def marked_line(mark: str) -> str:
     return f"{PROGRAM.name}:{next(i + 1 for i, line in enumerate(lines) if line.endswith(f'# {mark}'))}"
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("late_rank", [0, 1])
 def test_the_late_one_of_two_live_ranks_is_named_with_its_line(late_rank: int, tmp_path: Path):

@@ -47,7 +47,7 @@ class WaitLine:
     what: str
     count: float
     blocked_ms: float
-    # GPU idle time behind these waits.
+    # GPU idle time behind these waits, until the host enqueued again or turned to other work for long.
     idle_ms: float
     # What a step would be shorter by without these waits, the others left as they are; None: too many lines to tell.
     loss_ms: float | None
@@ -121,6 +121,8 @@ class Analysis:
     gap_share: float
     # The same for every device of the process.
     idle_share_by_device: dict[int, float]
+    # Bubbles before work that came too late; one with two causes counts once.
+    gaps_per_step: float
     busy_ms: float
     syncs_per_step: float
     blocked_ms: float
@@ -180,6 +182,7 @@ def analyse(trace: Trace, *, max_steps: int = DEFAULT_STEPS) -> Analysis:
         idle_share=1 - 1e3 * busy_ms / window_us,
         gap_share=small_us / window_us,
         idle_share_by_device={i: _idle_share(trace, i, steps) for i in trace.devices},
+        gaps_per_step=sum(gap.kind is not GapKind.QUEUED and not gap.is_continued for gap in gaps) / len(steps),
         busy_ms=busy_ms / len(steps),
         syncs_per_step=len(inside) / len(steps),
         blocked_ms=blocked_ms,

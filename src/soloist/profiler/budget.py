@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from soloist.errors import UsageError
 from soloist.profiler.analysis import Analysis
-from soloist.profiler.gaps import GapKind
 from soloist.profiler.waits import WaitKind
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
@@ -20,7 +19,7 @@ _BUDGET = re.compile(r"\s*(?P<name>\w+)\s*(?P<operator>[<>]=?)\s*(?P<value>\d+(?
 _METRICS: dict[str, Callable[[Analysis], float]] = {
     "syncs": lambda a: a.syncs_per_step,
     "idle": lambda a: a.idle_share,
-    "gaps": lambda a: sum(gap.count for gap in a.gaps if gap.kind is not GapKind.QUEUED),
+    "gaps": lambda a: a.gaps_per_step,
     "blocked_ms": lambda a: a.blocked_ms,
     "pageable": lambda a: sum(wait.count for wait in a.waits if wait.kind is WaitKind.PAGEABLE_COPY),
     "step_ms": lambda a: a.step_ms,

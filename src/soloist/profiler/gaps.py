@@ -2,16 +2,20 @@
 
 import bisect
 import itertools
-from collections import Counter
+import math
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
-from soloist.profiler.trace import GpuWork, HostCall, Sample, Stack, Trace, between
+from soloist.profiler.trace import Frame, GpuWork, HostCall, Sample, Stack, Trace, between
 from soloist.profiler.waits import Wait, blame
 
 # Shorter ones are the GPU's own pauses between kernels; they count as idle and are not looked into.
 MIN_GAP_US = 5.0
+# Behind a wait a host needs some time to enqueue again: 20 to 140 us in PyTorch's programs. What it takes longer than
+# this is no part of the wait.
+RESUME_US = 200.0
 
 
 class GapKind(Enum):
@@ -29,7 +33,7 @@ class GapKind(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """One bubble."""
+    """One bubble, or the part of one that has a cause of its own."""
 
     kind: GapKind
     start_us: float
@@ -41,6 +45,8 @@ class Gap:
     ops: tuple[str, ...] = ()
     # The work that ended it.
     next_work: str = ""
+    # Another part of the same bubble follows.
+    is_continued: bool = False
 
     @property
     def duration_us(self) -> float:
@@ -96,7 +102,7 @@ def find_gaps(trace: Trace, device: int, waits: Sequence[Wait]) -> list[Gap]:
             continue
         previous = _last_before(launches_of[launch.thread], launch.start_us)
         thread_waits, samples = waits_of.get(launch.thread, []), trace.samples.get(launch.thread, [])
-        gaps.append(_explain(start_us, work, launch, previous, thread_waits, samples))
+        gaps += _explain(start_us, work, launch, previous, thread_waits, samples)
     return gaps
 
 
@@ -112,7 +118,7 @@ def _explain(
     previous: HostCall | None,
     waits: Sequence[Wait],
     samples: Sequence[Sample],
-) -> Gap:
+) -> list[Gap]:
     """Say why the GPU was idle from `start_us` until `work`, which `call` started.
 
     Args:
@@ -122,26 +128,60 @@ def _explain(
         previous: the call before that one which also enqueued something; the copy of a read is one.
         waits: of the calling thread.
         samples: of the calling thread.
+
+    Returns:
+        The bubble, in two parts if the host was busy for long behind a wait.
     """
-    kind, wait, stack, ops = GapKind.HOST, None, call.stack, call.ops
+    end_us = work.start_us
+    if call.start_us <= start_us:
+        return [_gap(GapKind.QUEUED, start_us, end_us, work, call.stack, call.ops)]
     previous_start_us, previous_end_us = (previous.start_us, previous.end_us) if previous else (start_us, start_us)
     first = bisect.bisect_right(waits, previous_start_us, key=lambda wait: wait.end_us)
     last = bisect.bisect_left(waits, call.start_us, key=lambda wait: wait.start_us)
-    if call.start_us <= start_us:
-        kind = GapKind.QUEUED
-    elif first < last:
-        wait = max(waits[first:last], key=lambda wait: wait.blocked_us)
-        kind, stack, ops = GapKind.WAIT, wait.stack, wait.ops
-    else:
+    if first == last:
         meanwhile = between(samples, max(previous_end_us, start_us), call.start_us)
-        meanwhile = meanwhile or between(samples, previous_end_us, call.start_us)
-        # The line that most of the pause was spent in; without samples, the line of the late launch itself.
-        places = Counter((blame(sample.stack), sample.ops[:1]) for sample in meanwhile)
-        if places:
-            place = places.most_common(1)[0][0]
-            chosen = next(s for s in meanwhile if (blame(s.stack), s.ops[:1]) == place)
-            stack, ops = chosen.stack or stack, chosen.ops
-    return Gap(kind=kind, start_us=start_us, end_us=work.start_us, wait=wait, stack=stack, ops=ops, next_work=work.name)
+        stack, ops = _busiest(meanwhile or between(samples, previous_end_us, call.start_us), call)
+        return [_gap(GapKind.HOST, start_us, end_us, work, stack, ops)]
+    wait = max(waits[first:last], key=lambda wait: wait.blocked_us)
+    resumed_us = min(max(wait.end_us, start_us), end_us)
+    meanwhile = between(samples, resumed_us, call.start_us)
+    if call.start_us - resumed_us < RESUME_US or not meanwhile:
+        return [_gap(GapKind.WAIT, start_us, end_us, work, wait.stack, wait.ops, wait)]
+    stack, ops = _busiest(meanwhile, call)
+    parts = [
+        replace(_gap(GapKind.WAIT, start_us, resumed_us, work, wait.stack, wait.ops, wait), is_continued=True),
+        _gap(GapKind.HOST, resumed_us, end_us, work, stack, ops),
+    ]
+    # The host may have gone on before the GPU ran dry.
+    return [part for part in parts if part.duration_us > 0]
+
+
+def _gap(
+    kind: GapKind,
+    start_us: float,
+    end_us: float,
+    work: GpuWork,
+    stack: Stack,
+    ops: tuple[str, ...],
+    wait: Wait | None = None,
+) -> Gap:
+    return Gap(kind=kind, start_us=start_us, end_us=end_us, wait=wait, stack=stack, ops=ops, next_work=work.name)
+
+
+def _busiest(samples: Sequence[Sample], call: HostCall) -> tuple[Stack, tuple[str, ...]]:
+    """Give the place in which most of a pause before a call was spent; without samples, that of the call."""
+    times_us = [-math.inf, *(sample.time_us for sample in samples), math.inf]
+    spent_us: dict[tuple[Frame | None, tuple[str, ...]], float] = defaultdict(float)
+    for i, sample in enumerate(samples):
+        # A sample stands for as much time as its neighbours are away; those of a long pause are far from each other.
+        nearest_us = min(sample.time_us - times_us[i], times_us[i + 2] - sample.time_us, call.start_us)
+        spent_us[blame(sample.stack), sample.ops[:1]] += nearest_us
+    if not spent_us:
+        return call.stack, call.ops
+    place = max(spent_us, key=lambda place: spent_us[place])
+    chosen = next(sample for sample in samples if (blame(sample.stack), sample.ops[:1]) == place)
+    # Not a line of the one and an operator of the other.
+    return (chosen.stack, chosen.ops) if chosen.stack or not call.stack else (call.stack, call.ops)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,15 +31,18 @@ def in_words(analysis: Analysis) -> str:
 def _headline(analysis: Analysis) -> str:
     a = analysis
     steps = "the whole trace as one step" if a.origin is Origin.NONE else f"{a.num_steps} steps of {a.step_ms:.2f} ms"
-    bubbles = sum(gap.count for gap in a.gaps if gap.kind is not GapKind.QUEUED)
     text = f"{a.device_name}, {steps}: GPU idle {a.idle_share:.0%} of the step"
-    if not bubbles:
+    if not a.gaps_per_step:
         return text
-    text += f": {_count(bubbles)} gaps" if bubbles != 1 else ": 1 gap"
+    text += f": {_plural(a.gaps_per_step, 'gap')}"
     idle_ms = a.idle_share * a.step_ms
-    if a.waits and a.waits[0].idle_ms > 0.05 * idle_ms:
-        first = a.waits[0]
-        text += f", {min(1.0, first.idle_ms / idle_ms):.0%} of it behind {_where(first.place)} {_brief(first.what)}"
+    causes = [(wait.idle_ms, f"behind {_where(wait.place)} {_brief(wait.what)}") for wait in a.waits]
+    causes += [
+        (gap.idle_ms, f"while the host was busy at {_where(gap.place)}") for gap in a.gaps if gap.kind is GapKind.HOST
+    ]
+    first_ms, cause = max(causes, default=(0.0, ""))
+    if first_ms > 0.05 * idle_ms:
+        text += f", {min(1.0, first_ms / idle_ms):.0%} of it {cause}"
     return text
 
 
@@ -63,7 +66,7 @@ def _waits(analysis: Analysis) -> list[str]:
         return ["No blocking wait: the host never stands still for the GPU.", ""]
     low_ms, high_ms = analysis.loss_range_ms
     lines = [
-        f"{_count(analysis.syncs_per_step)} blocking waits per step, {analysis.blocked_ms:.3f} ms blocked;"
+        f"{_plural(analysis.syncs_per_step, 'blocking wait')} per step, {analysis.blocked_ms:.3f} ms blocked;"
         f" without them a step would be shorter by about {analysis.loss_ms:.3f} ms ({low_ms:.3f} to {high_ms:.3f}):"
     ]
     for wait in analysis.waits[:_MAX_LINES]:
@@ -158,6 +161,11 @@ def _brief(what: str) -> str:
 
 def _count(number: float) -> str:
     return f"{number:.0f}" if abs(number - round(number)) < 0.005 else f"{number:.2f}"
+
+
+def _plural(number: float, noun: str) -> str:
+    text = _count(number)
+    return f"{text} {noun}" if text == "1" else f"{text} {noun}s"
 
 
 def _us(us: float) -> str:

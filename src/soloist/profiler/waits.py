@@ -3,14 +3,16 @@
 At batch 1 they are what to look for first: behind each of them the GPU runs dry until the host has enqueued again.
 """
 
+import bisect
 import difflib
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from soloist.profiler.steps import Recording, Steps
-from soloist.profiler.trace import Frame, GpuWork, HostCall, Stack, Trace, between
+from soloist.profiler.trace import Frame, GpuWork, HostCall, Sample, Stack, Trace, between
 
 _SYNCHRONIZE = {
     "cudaStreamSynchronize": "stream.synchronize()",
@@ -195,34 +197,33 @@ def lend_stacks(trace: Trace, all_steps: Steps, steps: Steps) -> None:
     for call in trace.calls:
         by_thread[call.thread].append(call)
     for thread, calls in by_thread.items():
-        slices = _slices(calls, all_steps)
+        samples = trace.samples.get(thread, [])
+        spans = _spans(calls, all_steps)
         # The last step of each sequence of calls; one that no lender made takes what it can from the commonest.
-        lender_of = {_names(slices[i]): slices[i] for i in lenders}
-        typical = Counter(_names(slices[i]) for i in lenders).most_common(1)[0][0]
+        lender_of = {_names(calls, spans[i]): spans[i] for i in lenders}
+        typical = Counter(_names(calls, spans[i]) for i in lenders).most_common(1)[0][0]
         pairs_of: dict[tuple[str, ...], list[tuple[int, int]]] = {}
-        for recording, borrower in zip(steps.recordings, _slices(calls, steps), strict=True):
+        for recording, borrower in zip(steps.recordings, _spans(calls, steps), strict=True):
             if recording is not Recording.NAMED:
-                names = _names(borrower)
+                names = _names(calls, borrower)
                 lent = names if names in lender_of else typical
                 if names not in pairs_of:
                     pairs_of[names] = _pairs(lent, names)
-                _lend(trace, thread, lender_of[lent], borrower, pairs_of[names])
+                for i, j in pairs_of[names]:
+                    _lend(calls, lender_of[lent].start + i, borrower.start + j, samples)
+                # The last bubble of a step ends with a launch of the next.
+                if max(lender_of[lent].stop, borrower.stop) < len(calls):
+                    _lend(calls, lender_of[lent].stop, borrower.stop, samples)
 
 
-def _names(calls: Sequence[HostCall]) -> tuple[str, ...]:
-    return tuple(call.name for call in calls)
+def _names(calls: Sequence[HostCall], span: range) -> tuple[str, ...]:
+    return tuple(calls[i].name for i in span)
 
 
-def _slices(calls: list[HostCall], steps: Steps) -> list[list[HostCall]]:
-    """Sort a thread's calls into steps by their starts."""
-    slices: list[list[HostCall]] = [[] for _ in steps.recordings]
-    i = 0
-    for call in calls:
-        while i < len(slices) and call.start_us >= steps.host_us[i + 1]:
-            i += 1
-        if i < len(slices) and call.start_us >= steps.host_us[i]:
-            slices[i].append(call)
-    return slices
+def _spans(calls: list[HostCall], steps: Steps) -> list[range]:
+    """Say which of a thread's calls each step has, by their starts."""
+    edges = [bisect.bisect_left(calls, host_us, key=lambda call: call.start_us) for host_us in steps.host_us]
+    return [range(first, last) for first, last in itertools.pairwise(edges)]
 
 
 def _pairs(typical: tuple[str, ...], names: tuple[str, ...]) -> list[tuple[int, int]]:
@@ -233,18 +234,19 @@ def _pairs(typical: tuple[str, ...], names: tuple[str, ...]) -> list[tuple[int, 
     return [(block.a + i, block.b + i) for block in blocks for i in range(block.size)]
 
 
-def _lend(
-    trace: Trace, thread: int, lender: list[HostCall], borrower: list[HostCall], pairs: list[tuple[int, int]]
-) -> None:
-    samples = trace.samples.get(thread, [])
-    last = (-1, -1)
-    for i, j in pairs:
-        if not borrower[j].stack:
-            borrower[j].stack = lender[i].stack
-        if (i, j) == (last[0] + 1, last[1] + 1) and i > 0:
-            lent = [s.stack for s in between(samples, lender[i - 1].end_us, lender[i].start_us) if s.stack]
-            if lent:
-                stack = Counter(lent).most_common(1)[0][0]
-                for sample in between(samples, borrower[j - 1].end_us, borrower[j].start_us):
-                    sample.stack = sample.stack or stack
-        last = (i, j)
+def _lend(calls: Sequence[HostCall], lender: int, borrower: int, samples: Sequence[Sample]) -> None:
+    """Give a call the stack of another, and what was sampled in the pause before it that of the other's pause."""
+    if calls[lender].name != calls[borrower].name:
+        return
+    if not calls[borrower].stack:
+        calls[borrower].stack = calls[lender].stack
+    # The pause before a step's first call lies behind the last one of the step before.
+    if not min(lender, borrower) or calls[lender - 1].name != calls[borrower - 1].name:
+        return
+    lent = [s for s in between(samples, calls[lender - 1].end_us, calls[lender].start_us) if s.stack]
+    own = [s for s in between(samples, calls[borrower - 1].end_us, calls[borrower].start_us) if not s.stack]
+    for i, sample in enumerate(own):
+        if lent:
+            # Of the same part of the pause. Its operators go with its line: another's would contradict it.
+            like = lent[i * len(lent) // len(own)]
+            sample.stack, sample.ops = like.stack, like.ops

@@ -17,7 +17,7 @@ def decode() -> None:
         unfinished = unfinished & (work.step() != EOS)
         if has_fault() and not unfinished:  # fault
             break
-        json.dumps(PAGE)
+        json.dumps(PAGE)  # busy
 
 
 decode()
