@@ -17,7 +17,7 @@ left() { local n=$((END - $(date +%s) - ${1:-0})); echo $((n > 1 ? n : 1)); }
 soloist() { timeout "$(left)" "$PY" -c "import sys; from soloist.cli import main; sys.exit(main(sys.argv[1:]))" "$@"; }
 if nvidia-smi -L; then
     DEVICE=cuda; FLAGS=("" "--plain" "--no-polish" "--plain --no-polish")
-    DRAFT_FLAGS=("" "--fuse never" "--fuse never --no-graphs")
+    DRAFT_FLAGS=("" "--fuse never --no-graphs")
 else
     DEVICE=cpu; FLAGS=("--device cpu --num-tokens 512 --no-polish"); DRAFT_FLAGS=("--fuse never")
 fi

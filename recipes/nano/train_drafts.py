@@ -74,7 +74,7 @@ def main() -> None:
     store = MemoryStore(texts, target, SHAPE.config_for(target.config).target_layer_ids, dtype)
     print(f"[{time.perf_counter() - start_s:.0f} s] the states of {len(store.ids)} tokens are kept", flush=True)
 
-    is_compiled = None
+    form: dict[str, bool] | None = None
     blocks = [block for block in args.blocks if not (folder_of(args.out, block) / "training.json").is_file()]
     for i, block in enumerate(blocks):
         settings = TrainSettings(
@@ -89,17 +89,15 @@ def main() -> None:
             log_every=CHUNK_STEPS,
             stores_heads=False,
             is_recorded=not args.no_graphs,
+            is_compiled=args.fuse == "always",
         )
-        if is_compiled is None and args.fuse == "auto":
-            whole, fused = (
-                time_step(target, texts, replace(settings, is_compiled=c), num_ids, store) for c in (False, True)
-            )
-            is_compiled = fused < whole
-        is_compiled = bool(is_compiled) or args.fuse == "always"
+        if form is None:
+            form = choose_form(target, texts, settings, num_ids, store) if args.fuse == "auto" else {}
+        settings = replace(settings, **form)
         # Blocks twice as long take about twice the time.
         left_s = args.seconds - MEASURE_S - (time.perf_counter() - start_s)
         seconds = left_s * block / sum(blocks[i:])
-        trainer = Trainer(target, texts, replace(settings, is_compiled=is_compiled), num_tokens=num_ids, store=store)
+        trainer = Trainer(target, texts, settings, num_tokens=num_ids, store=store)
         folder = folder_of(args.out, block)
         train_for(trainer, seconds, folder)
         save_draft(folder, trainer.network, lm_head=None)
@@ -143,6 +141,14 @@ def read_texts(args: argparse.Namespace, target: CausalLM) -> tuple[int, list[Te
     if target.device.type == "cuda":
         torch.cuda.empty_cache()
     return len(prompts), texts
+
+
+def choose_form(
+    target: CausalLM, texts: Sequence[Text], settings: TrainSettings, num_ids: int, store: MemoryStore
+) -> dict[str, bool]:
+    """Give the settings of the quickest form of a step; where no graph can be made, of one that is launched."""
+    times = [time_step(target, texts, replace(settings, is_compiled=c), num_ids, store) for c in (False, True)]
+    return {"is_compiled": times[1] < times[0], "is_recorded": settings.is_recorded and min(times) < math.inf}
 
 
 def time_step(
