@@ -104,7 +104,7 @@ def main() -> None:
         figures = trainer.measure()
         print(f"[{time.perf_counter() - start_s:.0f} s] block {block}: {figures}", flush=True)
         record = {
-            "data": f"{num_prompts} beginnings of functions and classes, {ANSWERS} answers each",
+            "data": f"{num_prompts} beginnings, each answered {ANSWERS} times, of functions and classes",
             "num_texts": len(texts),
             "texts_by_temperature": describe_mix(texts),
             "settings": trainer.settings.to_json(),
