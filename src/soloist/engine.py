@@ -89,8 +89,7 @@ class Engine:
             check_device_loop(device)
         if device.type != "cuda" and self.execution != Execution.best_for(device):
             raise UsageError(f"steps on {device} have one form: --graph and the other switches are those of a GPU's")
-        if runner.model.group.size > 1 and (self.execution.has_device_loop or not self.execution.has_bf16_head):
-            raise UsageError("ranks that share a model decide between steps: no device loop, and no head in fp32")
+        self.execution.check_num_ranks(runner.model.group.size)
         if not self.execution.has_bf16_head:
             runner.widen_head()
         # One slot is read while the steps ahead of it and the next one, or two loops, are written.

@@ -8,6 +8,9 @@ References run on `torch.distributed`: gloo on a CPU, NCCL on GPUs. A GPU's step
 the peers' memory (`allreduce_cuda`), its prompts through NCCL. A group of one exchanges nothing.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +52,18 @@ class TensorParallel:
 # A model on one device.
 ALONE = TensorParallel()
 
+_is_exchanging: ContextVar[bool] = ContextVar("is_exchanging", default=True)
+
+
+@contextmanager
+def without_exchanges() -> Iterator[None]:
+    """Have collectives on `torch.distributed` give any values inside the block: for passes that are only compiled."""
+    token = _is_exchanging.set(False)
+    try:
+        yield
+    finally:
+        _is_exchanging.reset(token)
+
 
 def _gather(x: torch.Tensor, group: TensorParallel) -> torch.Tensor:
     """Give every rank's tensor: (ranks, ...)."""
@@ -56,7 +71,8 @@ def _gather(x: torch.Tensor, group: TensorParallel) -> torch.Tensor:
     gathered = torch.empty((group.size, *x.shape), dtype=x.dtype, device=x.device)
     # As bytes: not every backend knows every dtype.
     places = gathered.view(group.size, -1).view(torch.uint8)
-    dist.all_gather(list(places.unbind()), x.view(-1).view(torch.uint8), group=group.process_group)
+    if _is_exchanging.get():
+        dist.all_gather(list(places.unbind()), x.view(-1).view(torch.uint8), group=group.process_group)
     return gathered
 
 
@@ -97,7 +113,8 @@ def all_reduce_add(partial: torch.Tensor, residual: torch.Tensor | None, group: 
         allreduce_cuda.push_all_reduce_add(partial, residual, out, group.mailboxes)
         return out
     total = partial.contiguous()
-    dist.all_reduce(total, group=group.process_group)
+    if _is_exchanging.get():
+        dist.all_reduce(total, group=group.process_group)
     return total if residual is None else residual + total
 
 

@@ -56,8 +56,10 @@ def compiling_ahead(num_threads: int, on_compiled: OnCompiled | None = None) -> 
             run(self, *args, grid=grid, warmup=True, **kwargs)
 
     JITFunction.run = compile_only
+    # Threads begin on the first device, whichever this one's is, and a kernel is loaded for the one they are on.
+    on_device = {"initializer": torch.cuda.set_device, "initargs": (torch.cuda.current_device(),)}
     try:
-        with _Compilers(num_threads) as threads, AsyncCompileMode(threads) as mode:
+        with _Compilers(num_threads, **on_device) as threads, AsyncCompileMode(threads) as mode:
             yield
             for done, _ in enumerate(as_completed(mode.raw_futures)):
                 if on_compiled is not None:

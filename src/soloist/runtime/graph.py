@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 
 from soloist.errors import UsageError
+from soloist.kernels.allreduce import without_exchanges
 from soloist.kernels.compile_ahead import OnCompiled, compiling_ahead
 from soloist.kernels.launch import fused_experts, programmatic_launch
 from soloist.runtime.ring import StepRecord, TokenRing
@@ -52,6 +53,15 @@ class Execution:
             raise UsageError("run-ahead, PDL and the device loop need captured steps: add --graph, or leave them out")
         if self.has_device_loop and self.run_ahead:
             raise UsageError("a device loop has no need of run-ahead: leave --run-ahead out, or --device-loop")
+
+    def check_num_ranks(self, num_ranks: int) -> None:
+        """Refuse what ranks that share a model cannot do.
+
+        Raises:
+            UsageError: steps are not decided between them, or the head is a copy.
+        """
+        if num_ranks > 1 and (self.has_device_loop or not self.has_bf16_head):
+            raise UsageError("ranks that share a model decide between steps: no device loop, and no head in fp32")
 
     @contextmanager
     def switches(self) -> Iterator[None]:
@@ -192,6 +202,8 @@ def freeze_garbage() -> None:
 def compile_ahead(passes: Sequence[Callable[[], None]], on_compiled: OnCompiled | None = None) -> None:
     """Compile the kernels of some passes side by side. Nothing of a pass runs: it is captured and thrown away.
 
+    Ranks exchange nothing here, so each compiles in its own time.
+
     Args:
         passes: each launches on the current stream, as a step does.
         on_compiled: called with (kernels compiled, kernels to compile).
@@ -204,7 +216,7 @@ def compile_ahead(passes: Sequence[Callable[[], None]], on_compiled: OnCompiled 
     num_threads = max(2, min(16, len(os.sched_getaffinity(0))))
     # Relaxed: nor is loading a module, which other kernels do when they are first launched.
     capture = torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="relaxed")
-    with compiling_ahead(num_threads, on_compiled), capture:
+    with compiling_ahead(num_threads, on_compiled), without_exchanges(), capture:
         for launch in passes:
             launch()
 
