@@ -345,7 +345,7 @@ class BailingMoeV3MTP:
         e = rms_norm(embed(token_ids, self.target.embed_tokens, self.group), self.enorm, eps)  # (T, D)
         p = rms_norm(hidden, self.hnorm, eps)  # (T, D)
         x = linear(torch.cat([e, p], dim=-1), self.eh_proj)  # (T, D)
-        x = self.mixer(x, cache.latent, 0, cache.context_len, self.target.rotary)
+        x = self.mixer(x, cache.latent, 0, cache.context_len, self.target.rotary, host_len=cache.host_len)
         x = self.feed_forward(x, width)
         return rms_norm(x, self.final_layernorm, eps)
 

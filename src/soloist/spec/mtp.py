@@ -59,7 +59,8 @@ class MTPDrafter(ChainDrafter):
         C = input_ids.shape[0]
         # Each row takes the token one to the right; the last one's is the next chunk's first, or the pending token.
         tokens = self._prompt_ids[self._num_read + 1 :][:C]  # (C,)
-        out = self.mtp.forward(self.mtp.target.final_norm(hidden), tokens, self.cache)  # (C, D)
+        with self.cache.known_len(self._num_read):
+            out = self.mtp.forward(self.mtp.target.final_norm(hidden), tokens, self.cache)  # (C, D)
         self.cache.commit(C, StepKind.PREFILL)
         self._num_read += C
         self.last_hidden.copy_(out[-1:])
