@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 import torch
 
-from model_bench import CONTEXT_LEN, Bench, built_in, by_width, commit_id, step_row, write_result
+from model_bench import CONTEXT_LEN, Bench, built_in, by_width, step_row
 from soloist.bench.figures import spread
 from soloist.bench.prefill import measure_prompt
-from soloist.bench.results import Result
+from soloist.bench.results import Result, write_result
 from soloist.engine import Engine
 from soloist.models.causal_lm import CausalLM
 from soloist.runtime.graph import Execution, freeze_garbage
@@ -77,13 +77,15 @@ def measure_case(bench: Bench, name: str, case: Case) -> Iterator[Result]:
     best = Execution.best_for(bench.device)
     tpot_ms: dict[str, float] = {}
     for behind in (bench.behind(context_len) for context_len in case.context_lens):
-        rows = []
+        measured = []
         for width in case.widths:
-            figures, floor = behind.measure(best, width=width, most_steps=NUM_STEPS)
-            rows.append(step_row(width, figures, floor))
-            bench.say(f"{name} {json.dumps(rows[-1])}")
+            measured.append((width, *behind.measure(best, width=width, most_steps=NUM_STEPS)))
+            bench.say(f"{name} {json.dumps(step_row(*measured[-1]))}")
             # A graph and its memory belong to one width.
             clear()
+        rows = [step_row(*row) for row in measured]
+        # Steps of one row are those of the answers below; without them the case is about its widest steps.
+        width, figures, floor = measured[0] if case.widths[0] == 1 else measured[-1]
         result = replace(
             behind.result(name, figures, floor, width=width),
             weights=case.weights,
@@ -163,15 +165,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     known = cases()
     parser.add_argument("cases", nargs="+", choices=list(known))
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200"))
-    parser.add_argument("--commit", default=commit_id(), help="where git is not there to ask")
+    parser.add_argument("--out", type=Path, help="default: the folder of this kind of machine")
+    parser.add_argument("--commit", help="where git is not there to ask")
     arguments = parser.parse_args()
     run([(name, known[name]) for name in arguments.cases], arguments.out, arguments.commit)
 
 
-def run(named: list[tuple[str, Case]], out: Path, commit: str, device: str = "cuda", **sizes: int) -> None:
+def run(
+    named: list[tuple[str, Case]], out: Path | None, commit: str | None, device: str = "cuda", **sizes: int
+) -> None:
     """Measure cases, each model loaded once for those of it that stand together."""
-    out.mkdir(parents=True, exist_ok=True)
     for _, group in itertools.groupby(named, key=lambda one: json.dumps(one[1].config, sort_keys=True)):
         of_model = list(group)
         first = of_model[0][1]

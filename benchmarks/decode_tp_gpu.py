@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 
 from ladder_gpu import measure_rungs
-from model_bench import Bench, built_in, by_width, commit_id, step_row, write_result
+from model_bench import Bench, built_in, by_width, step_row
 from soloist.bench.figures import spread
 from soloist.bench.ladder import ladder
 from soloist.bench.prefill import measure_prompt
-from soloist.bench.results import Result, device_name, machine_folder
+from soloist.bench.results import Result, commit, device_name, machine_folder, write_result
 from soloist.config import disable_multicast
 from soloist.engine import Engine
 from soloist.kernels.allreduce import MAX_PUSHED_ROWS, TensorParallel, all_gather_columns
@@ -301,7 +301,6 @@ def run_rank(arguments: argparse.Namespace, config: dict[str, Any], device_type:
     group, device = connect(rank, size, config["hidden_size"], device_type)
     bench = RankBench(arguments.model, config, device=str(device), group=group, **sizes)
     folder = arguments.out / machine_folder(device_name(device), size)
-    folder.mkdir(parents=True, exist_ok=True)
     prompt = time_prompt(bench)
     for case in arguments.cases:
         started_s = time.perf_counter()
@@ -343,7 +342,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="fewer than the model has, to try this program")
     parser.add_argument("--limit-s", type=float, default=580.0, help="seconds after which all ranks are ended")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--commit", default=commit_id(), help="where git is not there to ask")
+    parser.add_argument("--commit", default=commit(), help="where git is not there to ask")
     return parser.parse_args()
 
 

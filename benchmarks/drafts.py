@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from soloist.bench.results import Result, device_name, gpu_state, write_result
+from soloist.bench.results import Result, device_name, gpu_state, machine_folder, write_result
 from soloist.draft_check import judge_tie, read_sequence
 from soloist.engine import Engine
 from soloist.hub import find_model
@@ -383,7 +383,7 @@ def write(options: argparse.Namespace, target: Target, settings: list[Setting], 
             "gpus": gpu_state() if target.device.type == "cuda" else [],
         },
     )
-    write_result(result, options.out)
+    write_result(result, options.out / machine_folder(result.device, 1))
 
 
 if __name__ == "__main__":

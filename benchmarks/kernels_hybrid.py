@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from chains import REPLAYS, rand, time_chain
-from model_bench import commit_id
-from soloist.bench.results import machine_folder, make_stamp
+from soloist.bench.results import commit, machine_folder, make_stamp
 from soloist.kernels import (
     kda,
     kda_commit_cuda,
@@ -324,7 +323,7 @@ def write_rows(out: Path, device: str, commit: str, bandwidth: float, rows: list
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="folder of results; without it nothing is written")
-    parser.add_argument("--commit", default=commit_id(), help="where git is not there to ask")
+    parser.add_argument("--commit", default=commit(), help="where git is not there to ask")
     parser.add_argument("--shapes", default="flash-tp1,flash-tp2,tiny")
     parser.add_argument("--operators", default="moe,kda,mla,fla")
     arguments = parser.parse_args()

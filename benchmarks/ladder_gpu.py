@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 
 import soloist.kernels.moe as kernels_moe
-from model_bench import Bench, commit_id, write_result
+from model_bench import Bench
 from soloist.bench.ladder import RungSettings, ladder
-from soloist.bench.results import Result
+from soloist.bench.results import Result, write_result
 from soloist.kernels.norm import rms_norm
 from soloist.runtime.graph import Execution
 from soloist.sampling_params import SamplingParams
@@ -194,10 +194,9 @@ def sweep(bench: Bench, name: str, case: Case) -> Iterator[Result]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="+", choices=list(CASES))
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200"))
-    parser.add_argument("--commit", default=commit_id(), help="where git is not there to ask")
+    parser.add_argument("--out", type=Path, help="default: the folder of this kind of machine")
+    parser.add_argument("--commit", help="where git is not there to ask")
     arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
     benches: dict[str, Bench] = {}
     for name in arguments.cases:
         case = CASES[name]

@@ -7,13 +7,11 @@ counted; drafts are made, then thrown away, and kept by lot where acceptance is 
 import copy
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib.resources import files
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -80,18 +78,6 @@ def count_distinct_experts(model: CausalLM, runner: ModelRunner) -> float | None
     finally:
         feed_forward.moe = original
     return statistics.mean(counts) if counts else None
-
-
-def commit_id() -> str:
-    """The commit, or what the environment of a machine without git says."""
-    answer = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return answer.stdout.strip() or "unknown"
-
-
-def write_result(result: Result, folder: Path, commit: str) -> None:
-    """Write a result beside the others, with the commit that a machine without git was told."""
-    text = json.dumps(result.to_json() | {"commit": commit}, indent=1)
-    (folder / f"{result.case}.json").write_text(text + "\n", encoding="utf-8")
 
 
 def step_row(width: int, figures: StepFigures, floor: dict[str, Any]) -> dict[str, Any]:

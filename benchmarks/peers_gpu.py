@@ -16,8 +16,8 @@ import torch
 
 import soloist
 from decode_gpu import time_answer
-from model_bench import CONTEXT_LEN, built_in, commit_id, write_result
-from soloist.bench.results import Peer, Result
+from model_bench import CONTEXT_LEN, built_in
+from soloist.bench.results import Peer, Result, write_result
 from soloist.models import load_model
 from soloist.models.causal_lm import CausalLM
 from soloist.roofline import measure_bandwidth
@@ -52,12 +52,11 @@ def run_peer(program: str, words: tuple[str, ...], timeout_s: float) -> dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200"))
-    parser.add_argument("--commit", default=commit_id(), help="where git is not there to ask")
+    parser.add_argument("--out", type=Path, help="default: the folder of this kind of machine")
+    parser.add_argument("--commit", help="where git is not there to ask")
     parser.add_argument("--timeout", type=float, default=100.0, help="seconds of one peer")
     parser.add_argument("--only", nargs="+", choices=[name for name, *_ in RUNS], default=[name for name, *_ in RUNS])
     arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda")
     bandwidth = measure_bandwidth(device)
     model = load_model(built_in(CONFIG), device=device, weights="random")

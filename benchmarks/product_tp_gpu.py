@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from decode_tp_gpu import NAMES
-from model_bench import commit_id
-from soloist.bench.results import machine_folder
+from soloist.bench.results import commit, machine_folder
 
 SOLOIST = [sys.executable, "-c", "import sys; from soloist.cli import main; sys.exit(main(sys.argv[1:]))"]
 
@@ -75,7 +74,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, choices=(2, 4, 8), default=2)
     parser.add_argument("--model", choices=list(NAMES), default="ling-3.0-flash")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--commit", default=commit_id(), help="where git is not there to ask")
+    parser.add_argument("--commit", default=commit(), help="where git is not there to ask")
     parser.add_argument("--limit-s", type=float, default=120.0, help="seconds after which the command is ended")
     arguments = parser.parse_args()
     asked = Asked(model=arguments.model, num_ranks=arguments.ranks)

@@ -8,6 +8,7 @@ compiled for prompts of other lengths and other ways of sampling.
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 MODEL = "qwen2.5-coder-1.5b-instruct"
+# Starts that find compiled kernels. The cold one is measured once: the page cache of its files is cold once as well.
+WARM_STARTS = 3
 # What the installed command runs.
 MAIN = "import sys; from soloist.cli import main; sys.exit(main())"
 PROMPT = " ".join(str(17 * i % 1000) for i in range(1, 101))
@@ -39,6 +42,17 @@ def start(cache: Path, model: str) -> dict[str, float]:
     process.stdout.read()
     assert process.wait() == 0 and first, "the command failed"
     return {"first_token_s": round(first_s, 2), "end_s": round(time.perf_counter() - begin_s, 2)}
+
+
+def summarise(starts: list[dict[str, float]]) -> dict[str, Any]:
+    """Tell the first start, of which there is one, from the median of those that find its kernels."""
+    cold, *warm = (run["first_token_s"] for run in starts)
+    return {
+        "cold_first_token_s": cold,
+        "warm_first_token_s_median": statistics.median(warm),
+        "warm_first_token_s_range": (min(warm), max(warm)),
+        "starts": starts,
+    }
 
 
 def phases(cache: Path, model: str) -> dict[str, Any]:
@@ -128,7 +142,7 @@ def print_phases(model: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200"))
+    parser.add_argument("--out", type=Path, help="default: the folder of this kind of machine")
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--commit", help="where git is not there to ask")
     parser.add_argument("--phases", metavar="MODEL", help=argparse.SUPPRESS)
@@ -136,14 +150,12 @@ def main() -> None:
     if arguments.phases:
         print_phases(arguments.phases)
         return
-    arguments.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
         starts = []
-        for _ in range(3):
+        for _ in range(1 + WARM_STARTS):
             starts.append(start(Path(first), arguments.model))
             print("cold" if len(starts) == 1 else "warm", starts[-1], flush=True)
-        cold, *warm = (run["first_token_s"] for run in starts)
-        details: dict[str, Any] = {"cold_first_token_s": cold, "warm_first_token_s": min(warm), "starts": starts}
+        details: dict[str, Any] = summarise(starts)
         write(arguments, details)
         for name in ("cold", "warm"):
             details[name] = phases(Path(second), arguments.model)
@@ -156,7 +168,7 @@ def write(arguments: argparse.Namespace, details: dict[str, Any]) -> None:
     """Write what is measured so far in the form that all results share."""
     import torch
 
-    from soloist.bench.results import Result
+    from soloist.bench.results import Result, write_result
 
     result = Result(
         case="startup",
@@ -166,9 +178,8 @@ def write(arguments: argparse.Namespace, details: dict[str, Any]) -> None:
         weights="random",
         dtype="bfloat16",
         details=details,
-    ).to_json()
-    result |= {"commit": arguments.commit} if arguments.commit else {}
-    (arguments.out / "startup.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    )
+    write_result(result, arguments.out, arguments.commit)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from typing import Any, Literal
 import torch
 import torch.multiprocessing as mp
 
-from soloist.bench.results import Result, device_name, write_result
+from soloist.bench.results import Result, device_name, machine_folder, write_result
 from soloist.engine import Engine
 from soloist.llm import LLM
 from soloist.models import load_model
@@ -421,7 +421,7 @@ def main() -> None:
             "runs": [{key: value for key, value in run.items() if key != "counts"} for run in results],
         },
     )
-    write_result(result, options.results)
+    write_result(result, options.results / machine_folder(result.device, 1))
     print(table(compared), flush=True)
 
 

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import decode_gpu
 import model_bench
+import startup_gpu
 from soloist.bench import prefill, steps
 from tests.miniature import miniature_config
 
@@ -46,9 +47,10 @@ def test_cases_are_written_with_steps_prompts_and_answers_behind_each_context(tm
     named = {
         "one-row": decode_gpu.Case(model="miniature", config=config, widths=(1,), context_lens=(30, 60)),
         "verify": decode_gpu.Case(model="miniature", config=config, widths=(2, 5), weights="shard", context_lens=(30,)),
+        "widths": decode_gpu.Case(model="miniature", config=config, widths=(1, 4), context_lens=(30,)),
     }
     decode_gpu.run(list(named.items()), tmp_path, "none", "cpu", room=300)
-    one_row, verify = (json.loads((tmp_path / f"{name}.json").read_text()) for name in named)
+    one_row, verify, widths = (json.loads((tmp_path / f"{name}.json").read_text()) for name in named)
     for result in (one_row, verify):
         assert result["commit"] == "none" and result["model"] == "miniature" and result["share_of_floor"] > 0
         assert result["details"]["prompt"]["kernel_ms"] == {"experts": 2.0}
@@ -64,3 +66,18 @@ def test_cases_are_written_with_steps_prompts_and_answers_behind_each_context(tm
     assert "tpot_ms_median" not in verify and verify["width"] == 5
     experts = verify["distinct_experts_by_width"]
     assert experts["5"] > experts["2"] > 1
+    # Steps of one row beside the answers that are made of them, and nothing of the other widths but by width.
+    plain, wide = widths["details"]["rows"]
+    assert widths["width"] == 1 and widths["details"]["mean_width"] == 1 and widths["tpot_ms_median"] > 0
+    assert widths["step_ms_median"] == widths["step_ms_by_width"]["1"] == plain["step_ms"]["median"]
+    for name in ("floor_step_ms", "share_of_floor", "host_us_per_step", "launches_per_step"):
+        assert widths[name] == plain[name]
+    assert widths["floor_step_ms_by_width"] == {"1": plain["floor_step_ms"], "4": wide["floor_step_ms"]}
+
+
+def test_the_first_start_is_told_from_the_median_of_the_others():
+    starts = [{"first_token_s": s, "end_s": 9.0} for s in (9.6, 5.5, 5.1, 5.3)]
+    summary = startup_gpu.summarise(starts)
+    assert (summary["cold_first_token_s"], summary["warm_first_token_s_median"]) == (9.6, 5.3)
+    assert summary["warm_first_token_s_range"] == (5.1, 5.5) and summary["starts"] == starts
+    assert startup_gpu.WARM_STARTS >= 3

@@ -24,8 +24,8 @@ def result(**changed) -> Result:
 
 
 def test_a_result_file_holds_what_was_measured_and_where(tmp_path: Path):
-    path = write_result(result(tpot_ms_median=0.9, step_ms_by_width={"4": 1.5}), tmp_path)
-    assert path == tmp_path / "h200" / "ling3-tiny-nodraft.json"
+    path = write_result(result(tpot_ms_median=0.9, step_ms_by_width={"4": 1.5}), tmp_path / "new")
+    assert path == tmp_path / "new" / "ling3-tiny-nodraft.json"
     held = json.loads(path.read_text())
     assert held["tpot_ms_median"] == 0.9 and held["step_ms_by_width"] == {"4": 1.5}
     assert {"case", "date", "commit", "command", "device", "torch", "model", "weights", "dtype"} <= set(held)
@@ -33,18 +33,26 @@ def test_a_result_file_holds_what_was_measured_and_where(tmp_path: Path):
     assert "idle_share" not in held and "rungs" not in held
     assert held["acceptance_simulated"] is False
     # The newest run takes the place of the last.
-    write_result(result(tpot_ms_median=0.8), tmp_path)
-    assert json.loads(path.read_text())["tpot_ms_median"] == 0.8
+    write_result(result(tpot_ms_median=0.8), tmp_path / "new", "0123abc")
+    held = json.loads(path.read_text())
+    assert held["tpot_ms_median"] == 0.8 and held["commit"] == "0123abc"
+
+
+def test_results_of_another_machine_do_not_take_the_place_of_this_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for device, size in (("NVIDIA H200", 1), ("NVIDIA A100-SXM4-80GB", 1), ("NVIDIA H200", 2)):
+        write_result(result(device=device, tensor_parallel_size=size))
+    folders = [path.parent for path in sorted(Path("benchmarks/results").rglob("*.json"))]
+    assert [folder.name for folder in folders] == ["a100", "h200", "h200x2"]
 
 
 def test_rungs_and_peers_are_results_too(tmp_path: Path):
     peer = Peer(name="vllm", version="0.33", tpot_ms_median=2.0, ratio=2.5)
     ladder = result(rungs=(result(case="plain"), result(case="--graph", tpot_ms_mean=1.0)), peers=(peer,))
-    held = json.loads(write_result(ladder, tmp_path, num_gpus=2).read_text())
+    held = json.loads(write_result(ladder, tmp_path).read_text())
     assert [rung["case"] for rung in held["rungs"]] == ["plain", "--graph"]
     assert held["rungs"][1]["tpot_ms_mean"] == 1.0 and "date" not in held["rungs"][0]
     assert held["peers"][0]["ratio"] == 2.5
-    assert (tmp_path / "h200x2").is_dir()
 
 
 @pytest.mark.parametrize(

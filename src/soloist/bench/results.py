@@ -1,6 +1,6 @@
 """Result files: one per case and kind of machine, the same fields whoever measured.
 
-GPU benchmarks fill in a `Result` and hand it to `write_result`; `soloist bench --json` prints one.
+Benchmarks fill in a `Result` and hand it to `write_result`; `soloist bench --json` prints one.
 """
 
 import dataclasses
@@ -20,6 +20,8 @@ import soloist
 from soloist.doctor import cpu_name
 
 SCHEMA = 1
+# From the root of a source tree: a folder for every kind of machine.
+RESULTS = Path("benchmarks/results")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,17 +115,19 @@ def _measured(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value not in (None, (), [], {})}
 
 
-def write_result(result: Result, folder: Path, *, num_gpus: int | None = None) -> Path:
+def write_result(result: Result, folder: Path | None = None, commit_id: str | None = None) -> Path:
     """Write a result file, over the one of the case's last run.
 
     Args:
         result: to write.
-        folder: of all results; the machine's folder is made in it.
-        num_gpus: GPUs that were used. None: `result.tensor_parallel_size`.
+        folder: used as it is, and made. None: this kind of machine's, under `RESULTS`.
+        commit_id: of the source tree, where git is not there to ask. None: it is asked.
     """
-    path = folder / machine_folder(result.device, num_gpus or result.tensor_parallel_size) / f"{result.case}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result.to_json(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    folder = folder or RESULTS / machine_folder(result.device, result.tensor_parallel_size)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{result.case}.json"
+    content = result.to_json() | ({} if commit_id is None else {"commit": commit_id})
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return path
 
 
