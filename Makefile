@@ -65,12 +65,17 @@ docs: $(TEST_STAMP)  ## Regenerate docs/cli.md from the command line itself
 bench-cpu: $(RUN_STAMP)  ## Compare with other engines on this CPU: builds them first, takes about 15 minutes
 	$(BIN)/python benchmarks/cpu_peers.py
 
-# On a machine with a GPU the interpreter that has PyTorch for CUDA is used as it is; nothing is installed.
+# On a machine with a GPU the interpreter that has PyTorch for CUDA is used as it is; nothing is installed. What takes
+# several GPUs runs by itself: it counts seconds, and has all of them.
+GPU_PYTEST = PYTHONPATH=src $(PYTHON) -m pytest -q -p no:cacheprovider -o addopts=--import-mode=importlib -rf --durations 5
+SEVERAL_GPUS := tests/runtime/test_tp_gpu.py tests/profiler/test_ranks_gpu.py
 test-gpu:  ## Every kernel and the captured step on this machine's GPU, with PYTHON's own packages
-	PYTHONPATH=src $(PYTHON) -m pytest -q -p no:cacheprovider -o addopts=--import-mode=importlib -rf --durations 5 \
+	@status=0; \
+	$(GPU_PYTEST) \
 	    $$($(PYTHON) -c 'import os, xdist; print("-n", min(12, os.cpu_count()), "--dist worksteal")' 2>/dev/null) \
-	    tests/kernels tests/runtime tests/profiler tests/spec/test_draft_graph.py \
-	    -k "(triton or head or graph or cuda or gpu or loop or waits or ahead) and not machine_code"
+	    tests/kernels tests/runtime tests/profiler tests/spec/test_draft_graph.py $(SEVERAL_GPUS:%=--ignore=%) \
+	    -k "(triton or head or graph or cuda or gpu or loop or waits or ahead) and not machine_code" || status=$$?; \
+	$(GPU_PYTEST) $(SEVERAL_GPUS) || status=$$?; exit $$status
 
 bench-gpu:  ## Steps of full-size models on this machine's GPU, and every kernel; with GPUS=2, 4 or 8 Ling-3.0-flash whole on so many
 ifeq ($(GPUS),1)

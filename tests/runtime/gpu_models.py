@@ -1,4 +1,6 @@
-"""Miniatures at sizes that a GPU's kernels take, and engines that run them step by step or captured."""
+"""Miniatures at sizes that a GPU's kernels take, drafters for them, and engines that run them in either form."""
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +10,13 @@ from soloist.models.causal_lm import CausalLM
 from soloist.runtime.graph import Execution
 from soloist.runtime.runner import ModelRunner
 from soloist.sampling_params import SamplingParams
+from soloist.spec.draft_model import DraftModel
+from soloist.spec.drafter import Drafter
+from soloist.spec.dspark import make_random_dspark
+from soloist.spec.dspark_config import random_config
+from soloist.spec.mtp import load_mtp
+from soloist.spec.ngram import PromptLookup
+from soloist.spec.setup import DrafterSetup
 from tests.scripted import RandomDrafter
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are a GPU's")
@@ -66,6 +75,41 @@ def make_engine(model: CausalLM, execution: Execution, max_drafts: int = 0, *, h
         drafter.laws = drafter.laws.to(model.device)
     runner = ModelRunner(
         model, max_context_len=200, max_width=1 + max_drafts, chunk_tokens=24, has_draft_probs=has_draft_law
+    )
+    return Engine(runner, drafter, eos_token_ids=(), execution=execution)
+
+
+def make_drafter(name: str, target: CausalLM, path: Path) -> Drafter:
+    """Make a drafter of 4 drafts for a miniature: ngram, mtp, dspark, or its twin, most of whose drafts are kept.
+
+    Args:
+        name: of the drafter.
+        target: the miniature.
+        path: its checkpoint.
+    """
+    N, depth = target.config.vocab_size, target.config.num_hidden_layers
+    setup = DrafterSetup(target=target, target_path=path, max_context_len=200, num_tokens=N, max_width=5)
+    if name == "ngram":
+        return PromptLookup(max_context_len=200, max_drafts=4, device=target.device)
+    if name == "mtp":
+        return load_mtp(setup)
+    if name == "twin":
+        return DraftModel(target, max_context_len=200, num_tokens=N, max_drafts=4)
+    assert name == "dspark", name
+    layers = (0, depth - 2)
+    config = random_config(target.config, block_size=6, num_hidden_layers=2, markov_rank=16, target_layer_ids=layers)
+    return make_random_dspark(setup, config)
+
+
+def make_drafting_engine(model: CausalLM, drafter: Drafter | None, execution: Execution) -> Engine:
+    """Make an engine with room for 200 tokens that reads prompts in chunks of 24."""
+    runner = ModelRunner(
+        model,
+        max_context_len=200,
+        max_width=1 + (drafter.max_drafts if drafter else 0),
+        has_draft_probs=bool(drafter and drafter.has_draft_law),
+        capture_layers=drafter.capture_layers if drafter else (),
+        chunk_tokens=24,
     )
     return Engine(runner, drafter, eos_token_ids=(), execution=execution)
 

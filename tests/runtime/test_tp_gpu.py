@@ -16,12 +16,14 @@ needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 
 
 @needs_gpus
+@pytest.mark.timeout(660)
 def test_two_gpus_are_held_to_one(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     subprocess.run([*launcher, "-m", "tests.runtime.tp_gpu_program", str(tmp_path)], check=True, timeout=600)
 
 
 @needs_gpus
+@pytest.mark.timeout(180)
 def test_collectives_give_every_gpu_the_sum_in_rank_order() -> None:
     subprocess.run([sys.executable, "-m", "tests.runtime.allreduce_gpu_program", "2"], check=True, timeout=120)
 
@@ -71,6 +73,7 @@ expect_loss(llm.stream(prompt * 10, params, on_prefill=lambda done, total: done 
 
 
 @needs_gpus
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("lose", [LOST_IN_A_STEP, LOST_IN_A_PROMPT], ids=["in a step", "in a prompt"])
 def test_ranks_on_gpus_answer_and_a_lost_one_is_said(tmp_path: Path, lose: str) -> None:
     backend = make_backend()

@@ -14,23 +14,24 @@ import torch
 import torch.distributed as dist
 
 from soloist.config import disable_multicast
-from soloist.engine import Engine
 from soloist.kernels.allreduce import TensorParallel, embed
 from soloist.kernels.mailboxes import make_mailboxes
 from soloist.models import load_model
 from soloist.models.cache import StepKind
-from soloist.models.causal_lm import CausalLM
+from soloist.models.causal_lm import CausalLM, HiddenCapture
 from soloist.models.hybrid import HybridConfig
-from soloist.runtime.runner import ModelRunner
 from soloist.sampling_params import SamplingParams
-from soloist.spec.drafter import Drafter
-from soloist.spec.dspark import make_random_dspark
-from soloist.spec.dspark_config import random_config
-from soloist.spec.mtp import load_mtp
-from soloist.spec.ngram import PromptLookup
-from soloist.spec.setup import DrafterSetup
 from tests.miniature import FAMILIES, write_checkpoint
-from tests.runtime.gpu_models import BEST, EAGER, GPU_SIZES, PARAMS, prompt_of, state_of
+from tests.runtime.gpu_models import (
+    BEST,
+    EAGER,
+    GPU_SIZES,
+    PARAMS,
+    make_drafter,
+    make_drafting_engine,
+    prompt_of,
+    state_of,
+)
 
 # What several ranks can share, each part still of a size that the kernels take.
 SHARED_SIZES: dict[str, dict] = {
@@ -46,11 +47,16 @@ SHARED_SIZES: dict[str, dict] = {
     "kimi_linear": {
         "linear_attn_config": GPU_SIZES["kimi_linear"]["linear_attn_config"] | {"num_heads": 4},
         "moe_intermediate_size": 128,
+        # Two a rank, as one GPU's tests have.
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
     },
 }
 # Of a row of logits of several ranks against one, both in bf16, the median. Where a near-tie sends a token to another
-# expert a row differs by much, and the rows behind it too; ranks that held a wrong slice would differ by 1 and more.
-MAX_ERROR, MAX_ERROR_OF_EXPERTS = 0.05, 0.5
+# expert a row differs by much, and the rows behind it too: 0.06 was measured. A wrong slice makes it 1 and more.
+MAX_ERROR, MAX_ERROR_OF_EXPERTS = 0.05, 0.15
+# Of every row of the residual stream behind the first layer, which no family routes in: rounding alone.
+MAX_ERROR_OF_FIRST_LAYER = 0.02
 
 
 def say(group: TensorParallel, *words: object) -> None:
@@ -70,12 +76,21 @@ def check_logits(alone: CausalLM, shared: CausalLM, group: TensorParallel, famil
     """Compare passes of a prompt and of steps; both read the same tokens."""
     ids = torch.tensor(prompt_of(alone), device=shared.device)
     assert torch.equal(embed(ids, shared.embed_tokens, group), embed(ids, alone.embed_tokens, alone.group))
-    errors, num_ties = [], 0
-    caches = [model.make_cache(64) for model in (alone, shared)]
+    models = (alone, shared)
+    errors, first_errors, num_ties = [], [], 0
+    # (20, 1, D): the residual stream behind the first layer.
+    kept = [torch.zeros(20, 1, model.config.hidden_size, dtype=model.dtype, device=ids.device) for model in models]
+    captures = [HiddenCapture(layers=(0,), hidden=hidden) for hidden in kept]
+    caches = [model.make_cache(64) for model in models]
     start = 0
     for kind, num_rows in ((StepKind.PREFILL, 20), (StepKind.DECODE, 1), (StepKind.VERIFY, 9), (StepKind.VERIFY, 7)):
         rows = ids[start : start + num_rows]
-        hidden = [model.forward(rows, cache, kind) for model, cache in zip((alone, shared), caches, strict=True)]
+        hidden = [
+            model.forward(rows, cache, kind, capture=capture)
+            for model, cache, capture in zip(models, caches, captures, strict=True)
+        ]
+        first = [capture.hidden[:num_rows, 0].float() for capture in captures]
+        first_errors += ((first[1] - first[0]).norm(dim=1) / first[0].norm(dim=1)).tolist()
         assert_same_bits(hidden[1], group, f"{family}, {kind.value}")
         wanted, found = alone.compute_logits(hidden[0]), shared.compute_logits(hidden[1])
         errors += ((found - wanted).norm(dim=1) / wanted.norm(dim=1)).tolist()
@@ -89,51 +104,31 @@ def check_logits(alone: CausalLM, shared: CausalLM, group: TensorParallel, famil
         for cache in caches:
             cache.commit(num_rows, kind)
         start += num_rows
+    # Written so that what is no number fails too.
+    worst_first = max(first_errors, key=lambda error: (error != error, error))
+    assert worst_first < MAX_ERROR_OF_FIRST_LAYER, f"{family}: the first layer differs by {worst_first:.4f}"
     median = statistics.median(errors)
     limit = MAX_ERROR_OF_EXPERTS if isinstance(alone.config, HybridConfig) else MAX_ERROR
     assert median < limit, f"{family}: logits differ by {median:.4f}, {errors}"
-    say(group, f"{family}: logits within {median:.4f} of one rank's (median; worst row {max(errors):.4f}),"
-        f" {num_ties} near-ties of {start} tokens")  # fmt: skip
-
-
-def make_drafters(target: CausalLM, folder: Path, family: str) -> dict[str, Drafter | None]:
-    setup = DrafterSetup(
-        target=target,
-        target_path=folder / family,
-        max_context_len=200,
-        num_tokens=target.config.vocab_size,
-        max_width=5,
+    say(
+        group,
+        f"{family}: first layer within {worst_first:.4f} of one rank's, logits within {median:.4f} (median; worst row"
+        f" {max(errors):.4f}), {num_ties} near-ties of {start} tokens",
     )
-    drafters: dict[str, Drafter | None] = {"off": None}
-    drafters["ngram"] = PromptLookup(max_context_len=200, max_drafts=4, device=target.device)
-    depth = target.config.num_hidden_layers
-    config = random_config(
-        target.config, block_size=6, num_hidden_layers=2, markov_rank=16, target_layer_ids=(0, depth - 2)
-    )
-    drafters["dspark"] = make_random_dspark(setup, config)
-    if family == "bailing_moe_v3":
-        drafters["mtp"] = load_mtp(setup)
-    return drafters
 
 
 def check_steps(shared: CausalLM, folder: Path, group: TensorParallel, family: str) -> None:
     """Hold captured steps, enqueued ahead, to eager ones bit for bit, with every drafter."""
     prompt = prompt_of(shared)
     plain: list[int] = []
-    for name, drafter in make_drafters(shared, folder, family).items():
+    names = ("off", "ngram", "dspark", *(("mtp",) if family == "bailing_moe_v3" else ()))
+    for name in names:
+        drafter = None if name == "off" else make_drafter(name, shared, folder / family)
         for kind in ("greedy", "sampled"):
             params = SamplingParams(max_tokens=40, seed=5) if kind == "greedy" else PARAMS[kind]
             found = []
             for execution in (EAGER, BEST):
-                runner = ModelRunner(
-                    shared,
-                    max_context_len=200,
-                    max_width=1 + (drafter.max_drafts if drafter else 0),
-                    has_draft_probs=bool(drafter and drafter.has_draft_law),
-                    capture_layers=drafter.capture_layers if drafter else (),
-                    chunk_tokens=24,
-                )
-                engine = Engine(runner, drafter, eos_token_ids=(), execution=execution)
+                engine = make_drafting_engine(shared, drafter, execution)
                 tokens = [token for result in engine.generate(prompt, params) for token in result.token_ids]
                 found.append((tokens, state_of(engine)))
             (tokens, state), (captured_tokens, captured_state) = found
