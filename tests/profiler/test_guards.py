@@ -41,6 +41,22 @@ READS: dict[str, Callable[[], object]] = {
     "repr": lambda: repr(x),
     "contains": lambda: 2.0 in x,
     "equal": lambda: torch.equal(x, x),
+    "equal by name": lambda: torch.equal(input=x, other=x),
+    "allclose": lambda: torch.allclose(x, x),
+    "is_nonzero": lambda: torch.is_nonzero(x[0]),
+    "where": lambda: torch.where(x > 1),
+    "argwhere": lambda: torch.argwhere(x),
+    "unique_consecutive": lambda: torch.unique_consecutive(x),
+    "bincount": lambda: torch.bincount(torch.tensor([0, 2])),
+    "index_put_": lambda: x.clone().index_put_((x > 9,), x[:1]),
+    "list as a mask": lambda: x[[True, False, True]],
+    "arange": lambda: torch.arange(torch.tensor(3)),
+    "full": lambda: torch.full((2,), x[0]),
+    "end of a slice": lambda: x[: torch.tensor(2)],
+    "complex": lambda: complex(x[0]),
+    "inverse": lambda: torch.linalg.inv(torch.eye(2)),
+    "one_hot": lambda: torch.nn.functional.one_hot(torch.tensor([0, 2])),
+    "accelerator": lambda: torch.accelerator.synchronize(),
     "synchronize": lambda: torch.cuda.synchronize(),
     "event": lambda: torch.cuda.Event.synchronize(None),
     "stream": lambda: torch.cuda.Stream.synchronize(None),
@@ -52,6 +68,10 @@ CLEAN: dict[str, Callable[[], object]] = {
     "assignment": lambda: x.clone().__setitem__(1, 5.0),
     "to dtype": lambda: x.to(torch.float64),
     "non-blocking": lambda: x.to("cpu", non_blocking=True),
+    "non-blocking by place": lambda: x.to("cpu", torch.float32, True),
+    "copy by name": lambda: x.clone().copy_(other=x),
+    "static size": lambda: torch.nonzero_static(x, size=2),
+    "masked_fill": lambda: x.masked_fill(x > 1, 0.0),
     "sizes": lambda: x.repeat_interleave(torch.tensor([1, 2, 1]), output_size=4),
     "repeats": lambda: x.repeat_interleave(2),
     "shape": lambda: (len(x), x.shape, x.numel()),
@@ -94,7 +114,7 @@ def test_tensors_of_other_devices_may_be_read():
 
 
 def test_everything_is_as_before_when_the_guard_is_left():
-    before = {name: getattr(torch.Tensor, name) for name in ("item", "__bool__", "to")}
+    before = {name: getattr(torch.Tensor, name) for name in ("item", "cpu", "to")}
     own = set(vars(torch.Tensor))
     with pytest.raises(ZeroDivisionError), no_host_sync(ON_CPU):
         _ = 1 / 0

@@ -10,11 +10,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from soloist.errors import SoloistError
 
@@ -28,65 +30,92 @@ DEVICES = ("cuda",)
 _PACKAGE = "soloist/profiler/"
 
 
+# Operators whose value, or whose result's shape, the host must read before it can go on.
+_READING_OPS = {
+    "_linalg_check_errors",
+    "_local_scalar_dense",
+    "_unique",
+    "_unique2",
+    "allclose",
+    "bincount",
+    "equal",
+    "masked_select",
+    "nonzero",
+    "unique_consecutive",
+    "unique_dim",
+    "unique_dim_consecutive",
+}
+_INDEXING_OPS = {"index", "index_put", "index_put_", "_index_put_impl_"}
+# How an operator is written, where that is not its name.
+_SPELLED = {"_local_scalar_dense": "item", "_unique": "unique", "_unique2": "unique", "unique_dim": "unique"}
+
+
+class _ReadGuard(TorchDispatchMode):
+    """While entered, refuses this thread's operators that read from a tensor on some types of devices."""
+
+    def __init__(self, devices: Sequence[str]) -> None:
+        super().__init__()
+        self._devices = devices
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Judge an operator and run it."""
+        kwargs = kwargs or {}
+        name = func._schema.name.removeprefix("aten::")
+        if not getattr(_allowed, "depth", 0) and _is_reading(name, args, kwargs):
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, torch.Tensor) and tensor.device.type in self._devices:
+                    raise _refusal(_SPELLED.get(name, name), tensor)
+        return func(*args, **kwargs)
+
+
+def _is_reading(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Say whether an operator makes the host read."""
+    if name in _INDEXING_OPS:
+        # The true elements of a mask must be counted first.
+        return any(part is not None and part.dtype in (torch.bool, torch.uint8) for part in args[1])
+    # Without its size, the sum of the repeats is read.
+    return name in _READING_OPS or (name == "repeat_interleave" and kwargs.get("output_size") is None)
+
+
 def _always(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
     return True
-
-
-def _has_mask(tensor: torch.Tensor, index: Any, *args: Any) -> bool:
-    """Say whether an index holds a mask, whose true elements must be counted first."""
-    parts = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8) for part in parts)
-
-
-def _has_no_size(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
-    repeats = args[0] if args else kwargs.get("repeats", tensor)
-    return isinstance(repeats, torch.Tensor) and kwargs.get("output_size") is None
 
 
 def _blocks_to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
     """Say whether `.to(...)` copies to the host and waits."""
     targets = [*args, kwargs.get("device")]
     is_to_host = any(isinstance(t, str | torch.device) and torch.device(t).type == "cpu" for t in targets if t)
-    return is_to_host and not kwargs.get("non_blocking", False)
+    non_blocking = kwargs.get("non_blocking", next((arg for arg in args if isinstance(arg, bool)), False))
+    return is_to_host and not non_blocking
 
 
-def _blocks_copy(tensor: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> bool:
+def _blocks_copy(tensor: torch.Tensor, other: torch.Tensor, non_blocking: bool = False) -> bool:
     """Say whether `.copy_` waits: it does between devices unless told not to, and if the host's memory is pageable."""
-    if tensor.device.type == source.device.type:
+    if tensor.device.type == other.device.type:
         return False
-    host = tensor if tensor.device.type == "cpu" else source
+    host = tensor if tensor.device.type == "cpu" else other
     return host.device.type == "cpu" and not (non_blocking and host.is_pinned())
 
 
-# Methods of a tensor that read a value from its device, and when they do.
+# Methods of a tensor that read it past the operators, and when they do: on a CPU they need no copy, and nothing else
+# knows of memory that is not pinned.
 _READS: dict[str, Callable[..., bool]] = {
-    "__bool__": _always,
-    "__contains__": _always,
-    "__float__": _always,
-    "__format__": _always,
-    "__getitem__": _has_mask,
-    "__index__": _always,
-    "__int__": _always,
     "__repr__": _always,
-    "__setitem__": _has_mask,
     "copy_": _blocks_copy,
     "cpu": _always,
-    "equal": _always,
-    "item": _always,
-    "masked_select": _always,
-    "nonzero": _always,
     "numpy": _always,
-    "repeat_interleave": _has_no_size,
     "to": _blocks_to,
     "tolist": _always,
-    "unique": _always,
 }
-# Functions of torch that do the same to their first argument.
-_FUNCTIONS = ("equal", "masked_select", "nonzero", "repeat_interleave", "unique")
 # (owner, name): wait for whatever was enqueued.
-_WAITS = ((torch.cuda, "synchronize"), (torch.cuda.Stream, "synchronize"), (torch.cuda.Event, "synchronize"))
+_WAITS = (
+    (torch.cuda, "synchronize"),
+    (torch.cuda.Stream, "synchronize"),
+    (torch.cuda.Event, "synchronize"),
+    (torch.accelerator, "synchronize"),
+)
 
-# Threads that are inside a guard, and how deep they are inside of `allow_host_sync`.
+# Threads that are inside of `allow_host_sync`, and how deep.
 _allowed = threading.local()
 
 
@@ -94,18 +123,23 @@ _allowed = threading.local()
 def no_host_sync(devices: Sequence[str] = DEVICES) -> Iterator[None]:
     """Raise `HostSyncError` where this thread reads a device value or waits for a device; also a decorator.
 
-    On a GPU, PyTorch's own sync-debug mode is set to raise as well, which finds reads inside of its operators; that
-    mode belongs to the process, so other threads must not wait meanwhile either. Extensions that call CUDA themselves
-    are found by `assert_returns_early` only.
+    On a GPU, PyTorch's own sync-debug mode raises, which finds reads inside of its operators; that mode belongs to the
+    process, so other threads must not wait meanwhile either. Extensions that call CUDA themselves are found by
+    `assert_returns_early` only.
+
+    A CPU run is judged operator by operator: one that reads on a GPU is refused. What `torch.compile` made runs
+    uncompiled meanwhile. Two things are refused that a GPU may do without a read: an assignment of a number through a
+    mask, and `one_hot` with a size, which checks its input on a CPU.
 
     Args:
         devices: types of the devices whose values must not be read. ("cpu",) tries a CPU run for what would wait on a
             GPU.
     """
     thread = threading.get_ident()
-    patches = [(torch.Tensor, name) for name in _READS] + [(torch, name) for name in _FUNCTIONS] + list(_WAITS)
+    patches = [(torch.Tensor, name) for name in _READS] + list(_WAITS)
     has_gpu = "cuda" in devices and torch.cuda.is_available()
     mode = torch.cuda.get_sync_debug_mode() if has_gpu else 0
+    others = [device for device in devices if device != "cuda"]
     # None: the class has the method from a parent, and gets it back from there.
     saved = [(owner, name, vars(owner).get(name)) for owner, name in patches]
     for owner, name in patches:
@@ -114,7 +148,8 @@ def no_host_sync(devices: Sequence[str] = DEVICES) -> Iterator[None]:
     if has_gpu:
         torch.cuda.set_sync_debug_mode("error")
     try:
-        yield
+        with _ReadGuard(others) if others else nullcontext():
+            yield
     except RuntimeError as error:
         if "synchronizing CUDA operation" not in str(error):
             raise
@@ -141,23 +176,19 @@ def _guarded(
         if threading.get_ident() == thread and not getattr(_allowed, "depth", 0):
             if reads is None:
                 raise HostSyncError(f"{_where(sys._getframe(1))}: {name}() waits for the device")
-            tensor = args[0] if args else None
-            if isinstance(tensor, torch.Tensor) and _is_on(args, devices) and reads(*args, **kwargs):
-                raise HostSyncError(
-                    f"{_where(sys._getframe(1))}: {name} reads a value of a {tensor.device.type} tensor of shape"
-                    f" {tuple(tensor.shape)} on the host"
-                )
-            # What a method calls inside has been judged with it.
-            with _deeper():
-                return original(*args, **kwargs)
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, torch.Tensor) and tensor.device.type in devices and reads(*args, **kwargs):
+                    raise _refusal(name, tensor)
         return original(*args, **kwargs)
 
     return guarded
 
 
-def _is_on(args: Sequence[Any], devices: Sequence[str]) -> bool:
-    """Say whether a tensor among the arguments is on one of these devices."""
-    return any(isinstance(arg, torch.Tensor) and arg.device.type in devices for arg in args)
+def _refusal(name: str, tensor: torch.Tensor) -> HostSyncError:
+    return HostSyncError(
+        f"{_where(sys._getframe(1))}: {name} reads a value of a {tensor.device.type} tensor of shape"
+        f" {tuple(tensor.shape)} on the host"
+    )
 
 
 @contextmanager
