@@ -74,16 +74,16 @@ class Machine:
         if not is_visible:
             del self.events[-len(kernels) :]
 
-    def copy(self, kind: str, us: float, *, num_bytes: int = 8, stream: int = 7) -> None:
+    def copy(self, kind: str, us: float, *, num_bytes: int = 8, stream: int = 7, name: str = "cudaMemcpyAsync") -> None:
         """Copy without waiting."""
-        self._run("gpu_memcpy", f"Memcpy {kind}", us, self.call("cudaMemcpyAsync"), stream, bytes=num_bytes)
+        self._run("gpu_memcpy", f"Memcpy {kind}", us, self.call(name), stream, bytes=num_bytes)
 
     def read(self, us: float = 1.0, *, stream: int = 7) -> None:
         """Read a value: a copy to pageable memory, which waits, and a synchronisation, which then need not."""
         self.pageable_copy(us, stream=stream)
         self.call("cudaStreamSynchronize", 2.0)
 
-    def pageable_copy(self, us: float = 1.0, *, stream: int = 7) -> None:
+    def pageable_copy(self, us: float = 1.0, *, stream: int = 7, name: str = "cudaMemcpyAsync") -> None:
         """Copy to memory that is not pinned: the call returns when the bytes are there."""
         self._num_calls += 1
         start = self.now_us
@@ -91,7 +91,8 @@ class Machine:
             "gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", us, self._num_calls, stream, issued=start + 2, bytes=8
         )
         self.now_us = end + self.latency_us
-        self._span("cuda_runtime", "cudaMemcpyAsync", start, self.now_us, 77, correlation=self._num_calls)
+        category = "cuda_runtime" if name.startswith("cuda") else "cuda_driver"
+        self._span(category, name, start, self.now_us, 77, correlation=self._num_calls)
 
     def synchronize(self, name: str = "cudaStreamSynchronize", *, category: str = "cuda_runtime") -> None:
         """Wait for all streams."""

@@ -69,8 +69,9 @@ def test_a_synchronisation_record_of_a_call_that_is_there_counts_once():
     assert analysis_of(decode(wait)).syncs_per_step == 1.0
 
 
-def test_a_copy_that_asks_not_to_block_blocks_with_pageable_memory():
-    (line,) = analysis_of(decode(Machine.pageable_copy)).waits
+@pytest.mark.parametrize("name", ["cudaMemcpyAsync", "cuMemcpyDtoHAsync_v2", "cudaMemcpyFromSymbolAsync"])
+def test_a_copy_that_asks_not_to_block_blocks_with_pageable_memory(name: str):
+    (line,) = analysis_of(decode(lambda machine: machine.pageable_copy(name=name))).waits
     assert line.kind is WaitKind.PAGEABLE_COPY and "not pinned" in line.what
     assert line.blocked_ms > 0.1
 
@@ -79,6 +80,14 @@ def test_a_copy_that_asks_not_to_block_blocks_with_pageable_memory():
 def test_copies_that_return_at_once_are_no_waits(kind: str):
     analysis = analysis_of(decode(lambda machine: machine.copy(kind, 1.0)))
     assert analysis.syncs_per_step == 0 and analysis.waits == ()
+
+
+@pytest.mark.parametrize("name", ["cudaMemcpy", "cudaMemcpyToSymbol", "cuMemcpyHtoD_v2", "cuMemcpy_ptds"])
+def test_a_copy_that_blocks_is_a_wait_unless_it_stays_on_the_gpu(name: str):
+    (line,) = analysis_of(decode(lambda machine: machine.copy("HtoD (Pinned -> Device)", 1.0, name=name))).waits
+    assert (line.kind, line.count) == (WaitKind.COPY, 1.0)
+    inside = analysis_of(decode(lambda machine: machine.copy("DtoD (Device -> Device)", 1.0, name=name)))
+    assert inside.waits == ()
 
 
 def test_two_reads_in_one_line_are_two_waits():
@@ -90,8 +99,9 @@ def test_two_reads_in_one_line_are_two_waits():
     assert line.count == 2.0
 
 
-def test_memory_given_back_to_the_driver_is_a_wait_if_it_takes_long():
-    (line,) = analysis_of(decode(lambda machine: machine.call("cudaFree", 300.0))).waits
+@pytest.mark.parametrize("name", ["cudaFree", "cuMemFree_v2", "cuMemUnmap", "cudaHostUnregister"])
+def test_memory_given_back_to_the_driver_is_a_wait_if_it_takes_long(name: str):
+    (line,) = analysis_of(decode(lambda machine: machine.call(name, 300.0))).waits
     assert line.kind is WaitKind.ALLOCATION and line.blocked_ms == pytest.approx(0.3)
     assert analysis_of(decode(lambda machine: machine.call("cudaMalloc", 3.0))).waits == ()
 

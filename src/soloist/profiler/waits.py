@@ -23,18 +23,54 @@ _SYNCHRONIZE = {
     "cuEventSynchronize": "a wait for an event, through the driver",
     "cuCtxSynchronize": "a wait for the device, through the driver",
 }
-# Return when the bytes have arrived, whatever memory they come from.
+# Return when the bytes have arrived, whatever memory they come from; from GPU to GPU they return at once.
 _BLOCKING_COPIES = {
     "cudaMemcpy",
     "cudaMemcpy2D",
     "cudaMemcpy3D",
     "cudaMemcpyFromSymbol",
+    "cudaMemcpyToSymbol",
+    "cuMemcpy",
+    "cuMemcpy2D",
+    "cuMemcpy3D",
     "cuMemcpyDtoH",
     "cuMemcpyHtoD",
 }
-_ASYNC_COPIES = {"cudaMemcpyAsync", "cudaMemcpy2DAsync", "cudaMemcpy3DAsync"}
+_ASYNC_COPIES = {
+    "cudaMemcpyAsync",
+    "cudaMemcpy2DAsync",
+    "cudaMemcpy3DAsync",
+    "cudaMemcpyFromSymbolAsync",
+    "cudaMemcpyToSymbolAsync",
+    "cuMemcpyAsync",
+    "cuMemcpy2DAsync",
+    "cuMemcpy3DAsync",
+    "cuMemcpyDtoHAsync",
+    "cuMemcpyHtoDAsync",
+}
 # May wait until the device is idle, and do so when the allocator gives memory back.
-_ALLOCATION = {"cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaMallocHost", "cudaFreeHost", "cudaHostRegister"}
+_ALLOCATION = {
+    "cudaMalloc",
+    "cudaFree",
+    "cudaHostAlloc",
+    "cudaMallocHost",
+    "cudaFreeHost",
+    "cudaHostRegister",
+    "cudaHostUnregister",
+    "cuMemAlloc",
+    "cuMemFree",
+    "cuMemAllocHost",
+    "cuMemHostAlloc",
+    "cuMemFreeHost",
+    "cuMemHostRegister",
+    "cuMemHostUnregister",
+    # Segments that grow.
+    "cuMemCreate",
+    "cuMemMap",
+    "cuMemSetAccess",
+    "cuMemUnmap",
+    "cuMemRelease",
+}
 # A copy to the GPU from pageable memory is staged at once if the GPU has time; it waited if it took longer than this.
 _STAGING_US = 20.0
 # How an operator is written in Python, where that is not its name.
@@ -108,7 +144,11 @@ def find_waits(trace: Trace) -> list[Wait]:
         works = works_of.get(call.correlation, [])
         kind = _kind(call, works)
         copy, i = copies.get(call.thread, (None, None))
-        if call.name == "cudaStreamSynchronize" and copy is not None and _is_same_place(copy, call):
+        if (
+            call.name in ("cudaStreamSynchronize", "cuStreamSynchronize")
+            and copy is not None
+            and _is_same_place(copy, call)
+        ):
             # The second half of a read.
             if i is None:
                 found.append((WaitKind.COPY, [copy, call]))
@@ -146,7 +186,7 @@ def _kind(call: HostCall, works: Sequence[GpuWork]) -> WaitKind | None:
     if call.name in _SYNCHRONIZE:
         return WaitKind.SYNCHRONIZE
     if call.name in _BLOCKING_COPIES:
-        return WaitKind.COPY
+        return None if works and "DtoD" in works[0].name else WaitKind.COPY
     if call.name in _ALLOCATION:
         return WaitKind.ALLOCATION if call.duration_us > _STAGING_US else None
     if call.name in _ASYNC_COPIES and works and "Pageable" in works[0].name:
