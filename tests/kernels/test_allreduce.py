@@ -31,6 +31,17 @@ def test_partial_sums_are_added_in_rank_order_and_rounded_once(monkeypatch: pyte
     assert_near(total.float(), partials.double().sum(0), LIMITS[torch.bfloat16])
 
 
+def test_a_pass_that_is_only_compiled_exchanges_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(allreduce, "dist", None)
+    x, values = torch.randn(T, D), torch.randn(T)
+    with allreduce.without_exchanges():
+        assert allreduce.all_reduce_add(x, x, GROUP).shape == (T, D)
+        assert allreduce.all_gather_columns(x, GROUP).shape == (T, SIZE * D)
+        assert allreduce.all_reduce_argmax(values, torch.arange(T), GROUP)[1].shape == (T,)
+    with pytest.raises(AttributeError):
+        allreduce.all_gather_columns(x, GROUP)
+
+
 def test_one_rank_alone_only_adds():
     x, residual = torch.randn(T, D), torch.randn(T, D)
     assert torch.equal(allreduce.all_reduce_add(x, residual, allreduce.ALONE), residual + x)

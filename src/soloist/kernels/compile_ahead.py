@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,11 +39,18 @@ def _kind(argument: Any) -> Any:
 
 
 @contextmanager
-def compiling_ahead(num_threads: int, on_compiled: OnCompiled | None = None) -> Iterator[None]:
+def compiling_ahead(
+    num_threads: int, on_compiled: OnCompiled | None = None, *, device: int | None = None
+) -> Iterator[None]:
     """Compile the Triton kernels that are launched inside the block, in threads, instead of running them.
 
     All are compiled when the block ends. What a kernel would have written is not there: nothing that depends on it may
     run in the block either.
+
+    Args:
+        num_threads: that compile.
+        on_compiled: called with (kernels compiled, kernels to compile).
+        device: the GPU that they are loaded on. None: none is there.
     """
     run = JITFunction.run
     # A model's layers launch the same kernels, and finding that out is most of Triton's work.
@@ -56,10 +64,10 @@ def compiling_ahead(num_threads: int, on_compiled: OnCompiled | None = None) -> 
             run(self, *args, grid=grid, warmup=True, **kwargs)
 
     JITFunction.run = compile_only
-    # Threads begin on the first device, whichever this one's is, and a kernel is loaded for the one they are on.
-    on_device = {"initializer": torch.cuda.set_device, "initargs": (torch.cuda.current_device(),)}
+    # A thread begins on the first GPU, and loads for the one that it is on.
+    begin = None if device is None else partial(torch.cuda.set_device, device)
     try:
-        with _Compilers(num_threads, **on_device) as threads, AsyncCompileMode(threads) as mode:
+        with _Compilers(num_threads, initializer=begin) as threads, AsyncCompileMode(threads) as mode:
             yield
             for done, _ in enumerate(as_completed(mode.raw_futures)):
                 if on_compiled is not None:

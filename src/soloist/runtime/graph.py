@@ -216,7 +216,8 @@ def compile_ahead(passes: Sequence[Callable[[], None]], on_compiled: OnCompiled 
     num_threads = max(2, min(16, len(os.sched_getaffinity(0))))
     # Relaxed: nor is loading a module, which other kernels do when they are first launched.
     capture = torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="relaxed")
-    with compiling_ahead(num_threads, on_compiled), without_exchanges(), capture:
+    compiling = compiling_ahead(num_threads, on_compiled, device=torch.cuda.current_device())
+    with compiling, without_exchanges(), capture:
         for launch in passes:
             launch()
 
