@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from soloist import LLM, SamplingParams
-from soloist.errors import CheckpointError, RankLostError, UnsupportedError, UsageError
+from soloist import LLM, SamplingParams, loading
+from soloist.engine import Engine
+from soloist.errors import CheckpointError, ContextLengthError, RankLostError, UnsupportedError, UsageError
 from soloist.prefix import PrefixStore
+from soloist.runtime import rank_processes
 from soloist.runtime.comm import Leader
+from soloist.runtime.graph import Execution
 from tests.tiny_model import write_tiny_model
 
 PROMPT = list(range(3, 103)) * 3
@@ -169,44 +172,156 @@ def test_a_rank_that_dies_in_a_request_ends_it_with_a_message(llm: LLM) -> None:
 
 
 def test_a_rank_that_dies_between_requests_is_missed_at_once(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
-    pid = leader_of(llm).process_ids[0]
-    os.kill(pid, signal.SIGTERM)
-    while Path(f"/proc/{pid}").exists():
+    os.kill(leader_of(llm).process_ids[0], signal.SIGTERM)
+    end_s = time.monotonic() + 5
+    while leader_of(llm).loss is None:
+        assert time.monotonic() < end_s
         time.sleep(0.02)
+    # Whoever asks for the loss, or for an answer, is told; nobody else.
     with pytest.raises(RankLostError, match="rank 1 of 2 was killed by signal 15"):
         llm.generate(PROMPT, GREEDY)
-    assert "rank 1 of 2 was killed by signal 15" in capfd.readouterr().err
+    assert "was killed" not in capfd.readouterr().err
 
 
-def test_a_rank_that_holds_another_model_is_found_while_loading(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = write_tiny_model(tmp_path / "other")
-    name = "model.layers.1.input_layernorm.weight"
-    for shard in other.glob("*.safetensors"):
-        tensors = load_file(shard)
-        if name in tensors:
-            # One bit of one value.
-            tensors[name].view(torch.int16)[7] ^= 1
-            save_file(tensors, shard)
+def test_a_slow_reader_of_an_answer_does_not_end_with_a_lost_rank(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_processes, "_GRACE_S", 0.1)
+    stream = llm.stream(PROMPT, GREEDY)
+    next(stream)
+    os.kill(leader_of(llm).process_ids[0], signal.SIGKILL)
+    time.sleep(1)
+    with pytest.raises(RankLostError, match="was killed by signal 9"):
+        list(stream)
+
+
+def test_a_rank_that_is_stopped_is_lost(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_processes, "_SILENT_S", 3.0)
+
+    def stop(done: int, total: int) -> None:
+        if done:
+            os.kill(leader_of(llm).process_ids[0], signal.SIGSTOP)
+
+    started_s = time.monotonic()
+    with pytest.raises(RankLostError, match="rank 1 of 2 has given no sign of life for 3 s"):
+        llm.generate(PROMPT, GREEDY, on_prefill=stop)
+    assert time.monotonic() - started_s < 10
+
+
+def test_ranks_that_do_not_get_on_are_lost(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_processes, "_STALLED_S", 2.0)
+    # Never sent: rank 1 waits for the word, and rank 0 in the exchange.
+    monkeypatch.setattr(leader_of(llm), "agree", lambda choice: choice)
+    with pytest.raises(RankLostError, match="rank 1 of 2 and rank 0 have waited for each other for 2 s"):
+        llm.generate(PROMPT, GREEDY)
+
+
+def mislead(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    """Have the other ranks load something else."""
 
     class Misled(Leader):
-        def __init__(self, size: int, device: Any, program: str, options: Any) -> None:
-            super().__init__(size, device, program, replace(options, model=str(other)))
+        def __init__(self, size: int, device: Any, program: str, given: Any) -> None:
+            super().__init__(size, device, program, replace(given, **options))
 
     monkeypatch.setattr("soloist.loading.Leader", Misled)
-    with pytest.raises(CheckpointError, match=r"other.* than rank 0: 1 of .*model\.layers\.1\.input_layernorm"):
+
+
+def alter(folder: Path, name: str, change: Callable[[torch.Tensor], Any]) -> None:
+    """Change one tensor of a checkpoint."""
+    for shard in folder.glob("*.safetensors"):
+        tensors = load_file(shard)
+        if name in tensors:
+            change(tensors[name])
+            save_file(tensors, shard)
+
+
+DOWN, NORM = "layers.1.mlp.down_proj", "layers.1.input_layernorm"
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        # One bit of one value; what every rank holds whole, in another order; what each holds a part of.
+        (NORM, lambda x: x.view(torch.int16)[7].bitwise_xor_(1)),
+        (NORM, lambda x: x.copy_(x.flip(0).clone())),
+        (DOWN, lambda x: x.zero_()),
+    ],
+    ids=["a bit", "an order", "a part"],
+)
+def test_a_rank_that_has_another_model_is_found_before_it_is_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[torch.Tensor], Any]
+) -> None:
+    other = write_tiny_model(tmp_path / "other")
+    alter(other, f"model.{name}.weight", change)
+    mislead(monkeypatch, model=str(other))
+    monkeypatch.setattr("soloist.loading.load_model", None)
+    with pytest.raises(CheckpointError, match=rf"other.* than rank 0: 1 of .*model\.{name}"):
         load(folder)
+
+
+def test_a_rank_that_has_another_draft_is_found(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts = [write_tiny_model(tmp_path / name / "draft") for name in ("one", "other")]
+    alter(drafts[1], f"model.{DOWN}.weight", lambda x: x.zero_())
+    mislead(monkeypatch, draft=str(drafts[1]))
+    with pytest.raises(CheckpointError, match=rf"1 of .*model\.{DOWN}.weight of the draft"):
+        load(folder, draft=str(drafts[0]))
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [({"max_context_len": 500}, "the context"), ({"draft_width": 3}, "the draft")],
+)
+def test_a_rank_that_was_given_something_else_is_found(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], name: str
+) -> None:
+    mislead(monkeypatch, **options)
+    with pytest.raises(CheckpointError, match=name):
+        load(folder, draft="ngram", draft_width=4)
 
 
 def test_an_error_of_another_rank_is_raised_here(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Misled(Leader):
-        def __init__(self, size: int, device: Any, program: str, options: Any) -> None:
-            super().__init__(size, device, program, replace(options, model=str(tmp_path)))
-
-    monkeypatch.setattr("soloist.loading.Leader", Misled)
+    mislead(monkeypatch, model=str(tmp_path))
     with pytest.raises(CheckpointError, match=r"no config\.json|tokenizer"):
         load(folder)
+
+
+def test_an_error_behind_the_weights_of_another_rank_is_raised_before_anything_is_exchanged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # Found once its model is loaded; to measure what steps cost would be an exchange.
+    mislead(monkeypatch, max_context_len=100_000)
+    with pytest.raises(ContextLengthError, match="100000"):
+        load(folder, draft="ngram", adaptive_width=True)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_ranks_meet_before_they_exchange(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def note(name: str, owner: Any, attribute: str) -> None:
+        call = getattr(owner, attribute)
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            done.append(name)
+            return call(*args, **kwargs)
+
+        monkeypatch.setattr(owner, attribute, noted)
+
+    note("meet", Leader, "meet")
+    note("load", loading, "load_model")
+    note("compile", Engine, "compile_ahead")
+    note("prepare", Engine, "prepare")
+    llm = load(folder)
+    leader_of(llm).close()
+    assert done == ["meet", "load", "compile", "meet", "prepare", "meet"]
+
+
+def test_what_steps_of_ranks_cannot_be_is_refused_before_a_rank_starts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("soloist.loading.Leader", None)
+    for switch in ({"has_device_loop": True}, {"has_bf16_head": False}):
+        execution = Execution(is_captured=True, run_ahead=0, has_pdl=True, **switch)
+        with pytest.raises(UsageError, match="no device loop, and no head in fp32"):
+            load(folder, execution=execution)
 
 
 HUNG = """
@@ -215,7 +330,8 @@ from soloist.prefix import PrefixStore
 from soloist.runtime.comm import Leader
 leader = Leader(2, torch.device("cpu"), "from soloist.runtime.comm import Follower; Follower()", None)
 # In an exchange that nobody ends.
-time.sleep(60)
+with leader.at_work():
+    time.sleep(60)
 """
 
 
@@ -258,6 +374,111 @@ def test_ctrl_c_while_the_prompt_is_read_leaves_no_process(folder: Path, num_pre
     assert len(pids) == 1
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert "was killed" not in run.stderr
+
+
+WITH_RANKS = """
+import os, signal, sys, threading, time
+from soloist import cli
+from soloist.cli import answer
+from soloist.runtime import comm, rank_processes
+
+words = ["run", "-m", sys.argv[1], "--tensor-parallel-size", "2", "-t", "1", "-c", "512", "--raw", "x y " * 80]
+
+class Announced(comm.Leader):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.num_meetings = 0
+        print(*self.process_ids, sep="\\n", file=sys.stderr, flush=True)
+
+    def meet(self, identity):
+        self.num_meetings += 1
+        on_meeting(self)
+        super().meet(identity)
+
+from soloist import loading
+loading.Leader = Announced
+
+class Bar(answer.Bar):
+    def __call__(self, done, total):
+        if done and self._title == "reading the prompt":
+            on_prompt()
+answer.Bar = Bar
+on_prompt = lambda: None
+on_meeting = lambda leader: None
+"""
+
+
+def start(folder: Path, tmp_path: Path, program: str) -> tuple[subprocess.Popen[str], int]:
+    """Run `soloist run` on two ranks with something done on the way; gives the process and the id of rank 1."""
+    program = WITH_RANKS + program + "\nsys.exit(cli.main(words))"
+    run = subprocess.Popen(
+        [sys.executable, "-c", program, str(folder)],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    )
+    assert run.stderr is not None
+    return run, int(next(line for line in run.stderr if line.strip().isdecimal()))
+
+
+def is_gone(pid: int, within_s: float) -> bool:
+    end_s = time.monotonic() + within_s
+    while Path(f"/proc/{pid}").exists():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_a_second_ctrl_c_ends_what_hangs(folder: Path, tmp_path: Path) -> None:
+    run, pid = start(
+        folder,
+        tmp_path,
+        """
+def press():
+    for _ in range(2):
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+def on_prompt():
+    os.kill(comm_leader.process_ids[0], signal.SIGSTOP)
+    threading.Thread(target=press).start()
+
+def on_meeting(leader):
+    global comm_leader
+    comm_leader = leader
+""",
+    )
+    started_s = time.monotonic()
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 130, errors
+    assert time.monotonic() - started_s < 40
+    assert is_gone(pid, 2)
+
+
+def test_a_loss_while_loading_is_said_once(folder: Path, tmp_path: Path) -> None:
+    run, _ = start(
+        folder,
+        tmp_path,
+        """
+def on_meeting(leader):
+    if leader.num_meetings == 2:
+        os.kill(leader.process_ids[0], signal.SIGKILL)
+        time.sleep(1)
+""",
+    )
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 1 and errors.count("rank 1 of 2 was killed by signal 9") == 1, errors
+
+
+def test_ranks_end_in_silence_behind_rank_0_and_leave_no_folder(folder: Path, tmp_path: Path) -> None:
+    run, pid = start(folder, tmp_path, "on_prompt = lambda: os.kill(os.getpid(), signal.SIGKILL)")
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == -signal.SIGKILL
+    assert is_gone(pid, 4)
+    assert "Traceback" not in errors
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_ranks_cannot_share_is_refused_with_what_they_can(folder: Path) -> None:

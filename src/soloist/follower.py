@@ -1,7 +1,7 @@
 """What a rank other than rank 0 runs: it loads the model as rank 0 does, then runs whatever request rank 0 runs."""
 
 import contextlib
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -45,14 +45,22 @@ def run_request(engine: Engine, request: dict[str, Any]) -> None:
             pass
 
 
+def follow(ranks: Follower) -> NoReturn:
+    """Load the model, then run every request of rank 0."""
+    engine = load_rank(ranks.arguments, ranks, ranks.device).engine
+    while True:
+        run_request(engine, ranks.next_request())
+
+
 def main() -> None:
     """Be a rank until rank 0 ends."""
     ranks = Follower()
     try:
-        engine = load_rank(ranks.arguments, ranks, ranks.device).engine
+        follow(ranks)
     except SoloistError as error:
+        # Rank 0 raises it.
         ranks.say(error)
-        return
-    ranks.say(engine.runner.model.report.checksums)
-    while True:
-        run_request(engine, ranks.next_request())
+    except RuntimeError:
+        # An exchange breaks off where rank 0 has ended, and that is no fault.
+        ranks.wait_for_end()
+        raise

@@ -116,7 +116,8 @@ class Generation:
         if self._is_over:
             raise StopIteration
         try:
-            result = self._next_result()
+            with self._engine.ranks.at_work():
+                result = self._next_result()
         except BaseException as error:
             self._has_failed = True
             # All ranks find the same logits, so each ends by itself.
@@ -145,23 +146,27 @@ class Generation:
         self._is_over = True
         if self._is_running:
             self._is_running = False
-            if self._awaits_word:
-                self._engine.ranks.agree(True)
-            if self._engine.ranks.group.size == 1:
-                # Steps that were enqueued ahead do nothing behind the one under way, whose tokens nobody was given.
-                # Ranks would see it at different steps, so they let the few that are under way commit.
-                self._engine.runner.buffers.is_stop_requested.fill_(True)
-            unread = [token for record in self._drain() for token in record.token_ids]
-            # Steps so fast that none was left to see the request must not be gone on with.
-            self._engine.runner.buffers.end()
-            # A pass that broke off may have written state that belongs to no token.
-            if self._engine.prefixes is not None and not self._has_failed:
-                known_ids = [*self.prompt_ids, *self.token_ids, *unread]
-                self._engine.prefixes.end(known_ids, self._engine.runner.cache, self._engine.drafter)
-            self._is_counted = True
-            self._count(1)
-            self._engine.ranks.rest()
-            self._engine.in_use.release()
+            with self._engine.ranks.at_work():
+                self._wind_up()
+
+    def _wind_up(self) -> None:
+        """Have what is under way end, and leave the engine as the next request needs it."""
+        if self._awaits_word:
+            self._engine.ranks.agree(True)
+        if self._engine.ranks.group.size == 1:
+            # Steps that were enqueued ahead do nothing behind the one under way, whose tokens nobody was given.
+            # Ranks would see it at different steps, so they let the few that are under way commit.
+            self._engine.runner.buffers.is_stop_requested.fill_(True)
+        unread = [token for record in self._drain() for token in record.token_ids]
+        # Steps so fast that none was left to see the request must not be gone on with.
+        self._engine.runner.buffers.end()
+        # A pass that broke off may have written state that belongs to no token.
+        if self._engine.prefixes is not None and not self._has_failed:
+            known_ids = [*self.prompt_ids, *self.token_ids, *unread]
+            self._engine.prefixes.end(known_ids, self._engine.runner.cache, self._engine.drafter)
+        self._is_counted = True
+        self._count(1)
+        self._engine.in_use.release()
 
     def _drain(self) -> list[StepRecord]:
         return [] if self._steps is None else self._steps.drain()

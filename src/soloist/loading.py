@@ -3,17 +3,20 @@
 Owns what `LLM` does once. What it does with the result is `llm`'s; another rank's process does the same, in `follower`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
 
+import soloist
 from soloist.config import user_cache_dir
 from soloist.engine import Engine
 from soloist.errors import ModelNotFoundError, UnsupportedError, UsageError
-from soloist.hub import find_model
+from soloist.hub import ModelFiles, find_model
 from soloist.kernels.compile_ahead import OnCompiled
-from soloist.models import load_model
+from soloist.models import load_model, open_model
+from soloist.models.file_marks import mark_files
 from soloist.models.loader import Progress, WeightsDtype
 from soloist.runtime.buffers import SamplingPlan
 from soloist.runtime.comm import Leader, Ranks, check_tensor_parallel_size, connect_gpus, rank_device
@@ -89,16 +92,16 @@ def load(
     """
     place = _as_device(device)
     check_tensor_parallel_size(tensor_parallel_size, place)
+    if options.execution is not None:
+        options.execution.check_num_ranks(tensor_parallel_size)
     if tensor_parallel_size == 1:
         return load_rank(options, Ranks(), place, progress, on_compiled)
     ranks = Leader(tensor_parallel_size, place, _FOLLOWER, options)
     try:
-        loaded = load_rank(options, ranks, rank_device(place, 0), progress)
-        ranks.wait_until_loaded(loaded.engine.runner.model.report.checksums)
+        return load_rank(options, ranks, rank_device(place, 0), progress, on_compiled)
     except BaseException as error:
         ranks.fail(error)
         raise
-    return loaded
 
 
 def load_rank(
@@ -108,12 +111,28 @@ def load_rank(
     progress: Progress | None = None,
     on_compiled: OnCompiled | None = None,
 ) -> Loaded:
-    """Load what one rank has of a model."""
-    found = find_model(options.model, with_weights=options.weights == "file")
+    """Load what one rank has of a model.
+
+    What can fail on one rank alone comes before a meeting, and what is an exchange behind it.
+    """
+    has_files = options.weights == "file"
+    found = find_model(options.model, with_weights=has_files)
     tokenizer = None if found.path is None else Tokenizer.load(found.path)
     source = found.path or found.config
     assert source is not None
-    connect_gpus(ranks, source, device)
+    draft_name = options.draft or (found.draft if has_files else None) or "off"
+    draft = _find_draft(draft_name)
+    if ranks.group.size > 1:
+        ranks.meet(_mark_files(found.path if has_files else None, draft))
+    with ranks.at_work():
+        connect_gpus(ranks, source, device)
+
+    def on_progress(done: int, total: int) -> None:
+        # Rather than behind minutes of reading.
+        ranks.check()
+        if progress is not None:
+            progress(done, total)
+
     target = load_model(
         source,
         device=device,
@@ -121,7 +140,7 @@ def load_rank(
         weights=options.weights,
         seed=options.seed,
         weights_dtype=options.weights_dtype,
-        progress=progress,
+        progress=on_progress,
         group=ranks.group,
     )
     if tokenizer is not None:
@@ -131,15 +150,15 @@ def load_rank(
         limit = min(DEFAULT_CONTEXT_LEN, target.config.max_position_embeddings)
     setup = DrafterSetup(
         target=target,
-        target_path=found.path if options.weights == "file" else None,
+        target_path=found.path if has_files else None,
+        draft_path=None if draft is None else draft.path,
         max_context_len=limit,
         num_tokens=target.config.vocab_size if tokenizer is None else tokenizer.num_tokens,
         max_width=options.draft_width,
         weights_dtype=options.draft_weights_dtype,
         seed=options.seed,
     )
-    own_draft = found.draft if options.weights == "file" else None
-    drafter = _find_drafter(options.draft or own_draft or "off", setup, tokenizer)
+    drafter = _make_drafter(draft_name if draft is None else draft.name, setup, tokenizer)
     if not drafter.max_drafts and (options.draft_width or options.draft_weights_dtype or options.adaptive_width):
         raise UsageError("draft_width, draft_weights_dtype and adaptive_width are a drafter's: name one as draft")
     if options.max_context_len is None and drafter.max_context_len is not None:
@@ -161,31 +180,58 @@ def load_rank(
         shared = max(1, torch.get_num_threads() // num_ranks) if num_ranks > 1 else 0
         torch.set_num_threads(options.num_threads or shared or measure_num_threads(runner))
     # Now rather than while somebody waits for an answer.
-    if ranks.group.size == 1:
-        # Side by side; ranks compile as they go, since what is only compiled gives no values to exchange.
-        engine.compile_ahead([_GREEDY, _SAMPLED], on_compiled)
-    engine.prepare(_GREEDY)
-    if options.adaptive_width:
-        engine.adapt_width(known_costs(engine, user_cache_dir()))
+    engine.compile_ahead([_GREEDY, _SAMPLED], on_compiled)
+    ranks.meet(_describe(engine))
+    with ranks.at_work():
         engine.prepare(_GREEDY)
+        if options.adaptive_width:
+            engine.adapt_width(known_costs(engine, user_cache_dir()))
+            engine.prepare(_GREEDY)
+    ranks.meet({})
     return Loaded(engine=engine, tokenizer=tokenizer, name=found.name)
 
 
-def _find_drafter(draft: str, setup: DrafterSetup, tokenizer: Tokenizer | None) -> Drafter:
-    """Make the drafter that `draft` names, from a checkpoint if it is no name."""
+def _mark_files(target: Path | None, draft: ModelFiles | None) -> dict[str, object]:
+    """Say what files a rank has, before it reads them."""
+    marks: dict[str, object] = {"soloist": soloist.__version__, "torch": torch.__version__}
+    if target is not None:
+        marks |= mark_files(open_model(target))
+    if draft is not None:
+        assert draft.path is not None
+        marks |= {f"{name} of the draft": mark for name, mark in mark_files(open_model(draft.path)).items()}
+    return marks
+
+
+def _describe(engine: Engine) -> dict[str, object]:
+    """Say what a rank holds that all ranks must hold alike: what they exchange has its shape, and is made from it."""
+    runner, drafter = engine.runner, engine.drafter
+    return {
+        "the number of tokens": runner.buffers.num_tokens,
+        "the context": runner.max_context_len,
+        "the draft": (drafter.name, drafter.max_drafts, drafter.has_draft_law, drafter.capture_layers),
+        **runner.model.report.checksums,
+    }
+
+
+def _find_draft(draft: str) -> ModelFiles | None:
+    """Find the checkpoint that `draft` names; None if it is the name of a drafter."""
     if draft in DRAFTERS:
-        return make_drafter(draft, setup)
+        return None
     try:
-        found = find_model(draft)
+        return find_model(draft)
     except ModelNotFoundError as error:
         names = ", ".join(sorted(DRAFTERS))
         raise ModelNotFoundError(f"{error}. Drafters without a checkpoint: {names}") from None
-    assert found.path is not None
-    drafter = make_drafter(found.name, replace(setup, draft_path=found.path))
+
+
+def _make_drafter(name: str, setup: DrafterSetup, tokenizer: Tokenizer | None) -> Drafter:
+    """Make a drafter, and see to it that a model of its own has the target's tokens."""
+    drafter = make_drafter(name, setup)
     if isinstance(drafter, DraftModel) and tokenizer is not None:
-        difference = tokenizer.difference(Tokenizer.load(found.path))
+        assert setup.draft_path is not None
+        difference = tokenizer.difference(Tokenizer.load(setup.draft_path))
         if difference is not None:
-            raise UnsupportedError(f"{found.name} cannot draft: its vocabulary is another, {difference}")
+            raise UnsupportedError(f"{name} cannot draft: its vocabulary is another, {difference}")
     return drafter
 
 

@@ -8,7 +8,7 @@ import torch
 from soloist.errors import UnsupportedError
 from soloist.kernels.allreduce import ALONE, TensorParallel
 from soloist.kernels.packed import PackedWeight
-from soloist.models import load_model
+from soloist.models import load_model, loader
 from soloist.models.layers import DenseCausalLM
 from soloist.models.weights import Part, columns, kv_rows, rows, token_rows
 from tests.miniature import FAMILIES
@@ -77,6 +77,15 @@ def test_ranks_hold_half_of_a_model_and_what_all_need_alike(tmp_path: Path, fami
     caches = [model.make_cache(64) for model in (whole, parts[0])]
     if caches[0].recurrent is not None:
         assert 2 * caches[1].recurrent.state.numel() == caches[0].recurrent.state.numel()
+
+
+def test_a_sum_of_bits_knows_their_order(monkeypatch: pytest.MonkeyPatch):
+    # Longer than what is summed at a time.
+    monkeypatch.setattr(loader, "_SUMMED_VALUES", 7)
+    x = torch.randn(5, 6, dtype=torch.bfloat16)
+    swapped = x[[1, 0, 2, 3, 4]]
+    sums = {int(loader._sum_bits(y)) for y in (x, x.flip(0), x.flip(1), swapped, x.neg())}
+    assert len(sums) == 5
 
 
 def test_a_number_of_ranks_that_cannot_share_a_model_is_refused_with_those_that_can(tmp_path: Path):

@@ -49,6 +49,8 @@ DEFAULT_REPACKING: PackedKind | None = "int8"
 NUM_RANKS = (1, 2, 4, 8)
 # Integers as wide as a dtype.
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+# Values that are summed at a time, as 64 bits each.
+_SUMMED_VALUES = 2**22
 # Names shown when many tensors are wrong.
 MAX_NAMES_SHOWN = 10
 # Standard deviation of random linear maps and embeddings.
@@ -162,7 +164,7 @@ class LoadingSource(WeightSource):
         for part, destination in zip(parts, stacked.split(num_rows), strict=True):
             self._advance(self._fill(part, destination, init))
             if part.split is None and self.group.size > 1:
-                self._checksums[part.name] = destination.view(_BITS[dtype]).sum(dtype=torch.int64)
+                self._checksums[part.name] = _sum_bits(destination)
         return stacked
 
     def _count_dense(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -210,6 +212,14 @@ class LoadingSource(WeightSource):
                 one = replace(part, name=part.name.format(e=expert))
                 self._advance(self._fill(one, destination, "normal"))
         return self._count_dense(stacked)
+
+
+def _sum_bits(x: torch.Tensor) -> torch.Tensor:
+    """Sum a tensor's bits, each value weighted by an odd number that depends on its place: () int64."""
+    bits = x.flatten().view(_BITS[x.dtype])
+    odd = torch.arange(1, 2 * min(len(bits), _SUMMED_VALUES), 2, device=x.device)
+    sums = [(2 * i + 1) * (part * odd[: len(part)]).sum() for i, part in enumerate(bits.split(_SUMMED_VALUES))]
+    return torch.stack(sums).sum()
 
 
 def stacked_shape(parts: tuple[Part, ...], group: TensorParallel = ALONE) -> tuple[int, int]:

@@ -123,7 +123,8 @@ class LoadReport:
     # spread over each matrix.
     packing_error: dict[str, float]
     load_s: float
-    # By name of a tensor that every rank holds whole: a sum of its bits, which must be the same on all. Empty on one.
+    # By name of a tensor that every rank holds whole: a sum of its bits, each weighted by its place, which must be the
+    # same on all. Empty on one rank.
     checksums: dict[str, int] = field(default_factory=dict)
 
     @property

@@ -1,12 +1,13 @@
-"""Ranks: the processes that share one model, how they start, keep in step, and end together.
+"""Ranks: the processes that share one model, how they meet, keep in step, and end together.
 
 Rank 0 is this process; it starts the others and talks to the world. Every rank runs the same requests by the same
 engine on its part of the model, and decides from tensors that all ranks have alike. What only the host of rank 0 knows
 (a request, a cancel, a stop string) it says in words on a pipe: a request before it begins, and a word before every
 chunk of a prompt and every step that is waited for. A rank that has no word to read sleeps.
 
-A rank that ends brings the others down: rank 0 raises `RankLostError`, or ends its process where it hangs in an
-exchange that will never end.
+Ranks meet before they exchange anything that could hang or be wrong: each says what it holds, or the error that kept it
+from coming, and all go on together. A rank that ends or stops brings the others down: rank 0 raises `RankLostError`, or
+ends its process where it hangs in an exchange that will never end (`rank_processes`).
 """
 
 import contextlib
@@ -15,15 +16,16 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, NoReturn, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,14 +36,13 @@ from soloist.kernels.allreduce import TensorParallel
 from soloist.kernels.mailboxes import make_mailboxes
 from soloist.models import open_model, read_config
 from soloist.models.loader import NUM_RANKS
+from soloist.runtime.rank_processes import BEAT_S, RankProcesses
 
-# How long rank 0 may take to notice by itself that a rank is lost; with the time to see it, below 5 s.
-_GRACE_S = 3.0
-# A GPU's collective gives up after this: ranks may take so much longer than each other to compile a kernel.
+# A GPU's collective gives up after this: ranks may take so much longer than each other to capture a step.
 _EXCHANGE_S = 60.0
-_LOST_EXIT_CODE = 1
-# Between two looks of a rank at whether rank 0 lives.
-_PARENT_POLL_S = 0.5
+# A CPU's, and the wait for all to join: rank 0 may be stopped at its terminal for a while.
+_JOINED_S = 600.0
+_ORPHANED_EXIT_CODE = 1
 
 _Choice = TypeVar("_Choice")
 
@@ -58,8 +59,26 @@ class Ranks:
         """Give rank 0's choice, in the same place of the same work on every rank."""
         return choice
 
-    def rest(self) -> None:
-        """Hear that the request is over."""
+    def meet(self, identity: dict[str, object]) -> None:
+        """Wait until every rank has come to this place, in the same order of meetings on every rank.
+
+        Args:
+            identity: what all ranks must hold alike, by name.
+
+        Raises:
+            CheckpointError: a rank holds something else.
+            SoloistError: what another rank raised on its way here.
+        """
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Say that this rank may wait for the others inside the block."""
+        yield
+
+    @property
+    def loss(self) -> SoloistError | None:
+        """Why the ranks cannot be used any more; None: they can."""
+        return None
 
     def check(self) -> None:
         """See whether every rank is there.
@@ -80,13 +99,15 @@ class Ranks:
 
 def _join(rank: int, size: int, method: str, device: torch.device) -> TensorParallel:
     """Join the other ranks; the mailboxes of GPUs come with the size of the model's rows, see `connect_gpus`."""
+    meeting: dict[str, Any]
+    meeting = {"init_method": method, "rank": rank, "world_size": size, "timeout": timedelta(seconds=_JOINED_S)}
     if device.type == "cuda":
         disable_multicast()
         disable_nccl_watchdog()
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", init_method=method, rank=rank, world_size=size, device_id=device)
+        dist.init_process_group("nccl", device_id=device, **meeting)
     else:
-        dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size)
+        dist.init_process_group("gloo", **meeting)
     return TensorParallel(rank=rank, size=size, process_group=dist.group.WORLD)
 
 
@@ -145,92 +166,6 @@ def find_strangers(num_gpus: int) -> tuple[tuple[int, int], ...]:
     return tuple((a, b) for a, b in pairs if not (can_reach(a, b) and can_reach(b, a)))
 
 
-class _Others:
-    """The processes of the other ranks, and a thread for each that waits for its end."""
-
-    def __init__(self, size: int, program: str) -> None:
-        self.size, self.lost = size, ""
-        # What the exchanges of this rank go through, once there is something.
-        self.group = TensorParallel()
-        # Whether this rank may be in an exchange with another, and whether it has ended them.
-        self.busy, self.closing = threading.Event(), threading.Event()
-        # -P: what lies in the folder that was called from is not imported, as it is not here. A session of their own: a
-        # terminal's Ctrl-C is rank 0's to answer.
-        command, pipe = [sys.executable, "-P", "-c", program], subprocess.PIPE
-        self.processes = [
-            subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True) for _ in range(1, size)
-        ]
-        for rank in range(1, size):
-            threading.Thread(target=self._watch, args=(rank,), daemon=True).start()
-
-    def send(self, rank: int, message: object) -> None:
-        if self.lost:
-            self.raise_lost()
-        stream = self.processes[rank - 1].stdin
-        assert stream is not None
-        try:
-            pickle.dump(message, stream)
-            stream.flush()
-        except OSError:
-            self.raise_lost()
-
-    def receive(self, rank: int) -> Any:
-        stream = self.processes[rank - 1].stdout
-        assert stream is not None
-        try:
-            return pickle.load(stream)
-        except (EOFError, OSError, pickle.UnpicklingError):
-            self.raise_lost()
-
-    def raise_lost(self) -> NoReturn:
-        self.wait_for_loss()
-        raise RankLostError(self.lost or "a rank does not answer any more; load the model again")
-
-    def wait_for_loss(self) -> None:
-        """Wait a little: a rank's end and what it does to an exchange are not seen in this order."""
-        deadline_s = time.monotonic() + 1.0
-        while not self.lost and time.monotonic() < deadline_s:
-            time.sleep(0.02)
-
-    def close(self) -> None:
-        """End them, and their pipes."""
-        self.closing.set()
-        self._kill()
-        for process in self.processes:
-            process.wait()
-            for stream in (process.stdin, process.stdout):
-                if stream is not None:
-                    with contextlib.suppress(OSError):
-                        stream.close()
-
-    def _kill(self) -> None:
-        for process in self.processes:
-            process.kill()
-
-    def _watch(self, rank: int) -> None:
-        """Wait for one rank's end, in a thread."""
-        code = self.processes[rank - 1].wait()
-        if self.closing.is_set() or self.lost:
-            return
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        self.lost = f"rank {rank} of {self.size} {how}, and the model is lost with it: load it again"
-        self._kill()
-        if self.group.mailboxes is not None:
-            # Steps that wait for it on the GPU end, with what is no number, and so do NCCL's sums. In a thread: what
-            # ends them may wait as well.
-            with torch.cuda.stream(torch.cuda.Stream(self.group.mailboxes.has_failed.device)):
-                self.group.mailboxes.has_failed.fill_(1)
-            assert self.group.process_group is not None
-            threading.Thread(target=self.group.process_group.abort, daemon=True).start()
-        # Rank 0 says so itself if it gets out of the exchange it is in.
-        is_busy = self.busy.is_set() and not self.closing.wait(_GRACE_S) and self.busy.is_set()
-        if is_busy or not self.closing.is_set():
-            print(f"soloist: {self.lost}", file=sys.stderr, flush=True)
-        if is_busy:
-            # An exchange with a rank that is gone does not end, and nothing else can break it off.
-            os._exit(_LOST_EXIT_CODE)
-
-
 class Leader(Ranks):
     """Rank 0's side: starts the other ranks and leads them.
 
@@ -251,9 +186,9 @@ class Leader(Ranks):
                 "this process has other ranks already, and can share one model at a time with others: let go of that"
                 " one first"
             )
-        self._others = others = _Others(size, program)
+        self._others = others = RankProcesses(size, program)
         # Where ranks of a CPU meet; a folder of this machine, so that no port is open.
-        self._meeting = tempfile.TemporaryDirectory(prefix="soloist-ranks-")
+        self._folder = tempfile.TemporaryDirectory(prefix="soloist-ranks-")
         # Also where this object is only forgotten, and at this process's end.
         self._end = weakref.finalize(self, others.close)
         self._leave = weakref.finalize(self, _leave, others)
@@ -263,11 +198,10 @@ class Leader(Ranks):
             for rank in range(1, size):
                 others.receive(rank)
             # NCCL's threads look at the store until the process ends, when a folder may be gone already.
-            method = _free_address() if device.type == "cuda" else f"file://{self._meeting.name}/ranks"
-            for rank in range(1, size):
-                others.send(rank, (rank, size, method, device, arguments))
-            others.busy.set()
-            self.group = _join(0, size, method, rank_device(device, 0))
+            method = _free_address() if device.type == "cuda" else f"file://{self._folder.name}/ranks"
+            others.send((size, method, device, arguments))
+            with others.at_work():
+                self.group = _join(0, size, method, rank_device(device, 0))
         except BaseException:
             self.close()
             raise
@@ -284,67 +218,59 @@ class Leader(Ranks):
     @property
     def process_ids(self) -> list[int]:
         """Of the other ranks."""
-        return [process.pid for process in self._others.processes]
+        return self._others.process_ids
 
-    def wait_until_loaded(self, identity: dict[str, int]) -> None:
-        """Wait for the other ranks to have loaded the model, and compare what all ranks must hold alike.
-
-        Args:
-            identity: a number for each tensor that every rank holds whole, and for the config.
-
-        Raises:
-            CheckpointError: a rank has loaded something else.
-            SoloistError: what a rank raised while it loaded.
-            RankLostError: a rank has ended.
-        """
-        for rank in range(1, self._others.size):
+    def meet(self, identity: dict[str, object]) -> None:
+        for rank in range(1, self.group.size):
             answer = self._others.receive(rank)
-            if isinstance(answer, SoloistError):
-                raise answer
             other = [name for name in identity | answer if identity.get(name) != answer.get(name)]
             if other:
                 raise CheckpointError(
                     f"rank {rank} has loaded another model than rank 0: {len(other)} of the {len(identity)} things that"
                     f" all ranks hold differ, such as {other[0]}; give every rank the same files"
                 )
-        self._others.busy.clear()
+        # All have joined.
+        self._folder.cleanup()
+        self._others.send("go on")
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        with self._others.at_work():
+            yield
+
+    @property
+    def loss(self) -> SoloistError | None:
+        return self._others.loss
 
     def lead(self, request: dict[str, Any]) -> None:
-        self._others.busy.set()
-        for rank in range(1, self._others.size):
-            self._others.send(rank, request)
+        self._others.send(request)
 
     def agree(self, choice: _Choice) -> _Choice:
-        for rank in range(1, self._others.size):
-            self._others.send(rank, choice)
+        self._others.send(choice)
         return choice
 
-    def rest(self) -> None:
-        self._others.busy.clear()
-
     def check(self) -> None:
-        if self._others.lost:
+        if self._others.loss is not None:
             self._others.raise_lost()
         super().check()
 
     def fail(self, error: BaseException) -> None:
         if isinstance(error, RuntimeError | RankLostError):
             self._others.wait_for_loss()
-        was_lost = self._others.lost
+        loss = self._others.loss
         self.close()
-        if was_lost and not isinstance(error, RankLostError):
-            raise RankLostError(was_lost) from error
+        if loss is not None and not isinstance(error, SoloistError):
+            raise loss from error
 
     def close(self) -> None:
         """End the other ranks; the engine cannot be used any more."""
-        self._others.busy.clear()
-        if self._others.lost and self.group.mailboxes is not None:
+        if self._others.loss is not None and self.group.mailboxes is not None:
             # NCCL may wait for a rank that is gone.
             self._leave.detach()
-        self._others.lost = self._others.lost or "the ranks of this model were ended; load it again"
+        self._others.loss = self._others.loss or RankLostError("the ranks of this model were ended; load it again")
         self._leave()
         self._end()
-        self._meeting.cleanup()
+        self._folder.cleanup()
 
 
 def _free_address() -> str:
@@ -354,9 +280,9 @@ def _free_address() -> str:
         return f"tcp://127.0.0.1:{free.getsockname()[1]}"
 
 
-def _leave(others: _Others) -> None:
+def _leave(others: RankProcesses) -> None:
     """Forget the ranks, so that others can be started."""
-    others.closing.set()
+    others.begin_to_close()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -369,16 +295,19 @@ class Follower(Ranks):
         # What others print must not get between the messages.
         self._output: IO[bytes] = os.fdopen(os.dup(1), "wb")
         os.dup2(2, 1)
-        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+        self._is_speaking = threading.Lock()
+        threading.Thread(target=self._live, args=(os.getppid(),), daemon=True).start()
         self.say("started")
-        rank, size, method, device, self.arguments = self._receive()
+        size, method, device, self.arguments = self._receive()
+        rank = int(sys.argv[1])
         self.device = rank_device(device, rank)
         self.group = _join(rank, size, method, self.device)
 
     def say(self, message: object) -> None:
-        """Answer rank 0: what was loaded, or the error that kept it from being."""
-        pickle.dump(message, self._output)
-        self._output.flush()
+        """Say something to rank 0: what this rank holds, or the error that keeps it from going on."""
+        with self._is_speaking:
+            pickle.dump(message, self._output)
+            self._output.flush()
 
     def _receive(self) -> Any:
         try:
@@ -386,6 +315,10 @@ class Follower(Ranks):
         except EOFError:
             # Rank 0 has ended.
             sys.exit(0)
+
+    def meet(self, identity: dict[str, object]) -> None:
+        self.say(identity)
+        self._receive()
 
     def next_request(self) -> dict[str, Any]:
         """Sleep until rank 0 begins a request."""
@@ -396,9 +329,14 @@ class Follower(Ranks):
         agreed: _Choice = self._receive()
         return agreed
 
+    def wait_for_end(self) -> None:
+        """Give rank 0's end, of which an exchange may hear first, the time to end this process."""
+        time.sleep(4 * BEAT_S)
 
-def _end_with(parent: int) -> None:
-    """End this process when its parent has, whatever it waits for."""
-    while os.getppid() == parent:
-        time.sleep(_PARENT_POLL_S)
-    os._exit(_LOST_EXIT_CODE)
+    def _live(self, parent: int) -> None:
+        """Give signs of life, and end this process when rank 0 has, whatever it waits for; in a thread."""
+        while os.getppid() == parent:
+            with contextlib.suppress(OSError):
+                self.say(None)
+            time.sleep(BEAT_S)
+        os._exit(_ORPHANED_EXIT_CODE)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from soloist.errors import CheckpointError, UnsupportedError
-from soloist.kernels.allreduce import TensorParallel, embed
+from soloist.kernels.allreduce import TensorParallel, own_rows_ref
 from soloist.kernels.linear import linear
 from soloist.kernels.packed import PackedWeight
 from soloist.models import read_config
@@ -82,7 +82,8 @@ def load_dspark(setup: DrafterSetup) -> DSpark:
         target_ids=None if target_ids is None else target_ids.to(target.device),
     )
     mask = torch.tensor([config.mask_token_id], device=target.device)
-    if not embed(mask, model.embed_tokens, group).isfinite().all():
+    # Zeros where the row is another rank's: ranks exchange nothing before all have loaded.
+    if not own_rows_ref(mask, model.embed_tokens, group.rank * model.embed_tokens.shape[0]).isfinite().all():
         raise CheckpointError(f"{path}: the embedding of the mask token, {config.mask_token_id}, is not finite")
     return make_dspark(model, setup)
 
