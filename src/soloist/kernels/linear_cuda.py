@@ -38,15 +38,6 @@ constexpr int STRIDE = PIECES + 4;
 // Outputs of 8 rows.
 constexpr int WIDTH = HAS_GATE ? 4 : 8;
 
-#ifdef __CUDACC__
-__device__ void multiply_tile(float* c, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                 "{%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-#endif
-
 // h (T, STRIDE) = x * norm_weight, and each row's scale.
 __device__ void stage(const uint4* x, int x_stride, const void* norm_weight, float eps, int T, uint4* h, float* scale) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
