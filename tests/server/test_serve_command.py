@@ -135,3 +135,13 @@ def test_a_server_that_is_killed_loses_only_the_stream(tiny_folder: Path):
         cold = json.load(ask(url, messages=messages, max_tokens=8))
         assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         assert cold["choices"] == answer["choices"]
+
+
+def test_a_server_ends_with_a_rank_that_is_lost(tiny_folder: Path):
+    with running(tiny_folder, "-c", "512", "--tensor-parallel-size", "2") as (server, url):
+        assert json.load(urllib.request.urlopen(f"{url}/health"))["status"] == "ok"
+        (rank,) = (int(pid) for pid in Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split())
+        os.kill(rank, signal.SIGKILL)
+        assert server.wait(timeout=20) == 1
+        assert server.stderr is not None
+        assert server.stderr.read().count("rank 1 of 2 was killed by signal 9, and the model is lost with it") == 1

@@ -48,6 +48,11 @@ class App:
         with contextlib.suppress(Exception):
             await self._gate(scope, receive, send)
 
+    @property
+    def failure(self) -> SoloistError | None:
+        """What ends the server."""
+        return self.service.failure
+
     def close(self) -> None:
         """End all work."""
         self.service.close()

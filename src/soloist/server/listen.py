@@ -10,7 +10,7 @@ from typing import Protocol
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from soloist.errors import UsageError
+from soloist.errors import SoloistError, UsageError
 
 # A connection that does not end although its answer has is cut after so long.
 _GRACE_S = 3
@@ -55,6 +55,10 @@ class Application(Protocol):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
+    @property
+    def failure(self) -> SoloistError | None:
+        """What nothing can be answered after; None: all is well."""
+
     def close(self) -> None:
         """End all work."""
 
@@ -72,18 +76,24 @@ class _Server(uvicorn.Server):
         if self.started:
             self._on_ready()
 
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self._soloist.failure is not None
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._soloist.close()
         await super().shutdown(sockets)
 
 
 def run(app: Application, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
-    """Serve until a signal ends it.
+    """Serve until a signal ends it, or a failure after which nothing can be answered.
 
     Args:
         app: what is served.
         listener: where; see `bind`.
         on_ready: called with the server's URL once the model has made a token.
+
+    Raises:
+        SoloistError: the failure; whoever started the server may start it again.
     """
     logging.getLogger("soloist.server").setLevel(logging.INFO)
     config = uvicorn.Config(
@@ -93,3 +103,5 @@ def run(app: Application, listener: socket.socket, on_ready: Callable[[str], Non
     name = f"[{host}]" if ":" in host else host
     server = _Server(config, app, lambda: on_ready(f"http://{name}:{port}"))
     server.run(sockets=[listener])
+    if (failure := app.failure) is not None:
+        raise failure

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from soloist.answer import Delta, Stream
-from soloist.errors import UsageError
+from soloist.errors import SoloistError, UsageError
 from soloist.generation import Constraint, Generation
 from soloist.llm import LLM
 from soloist.request_stats import RequestStats
@@ -133,9 +133,14 @@ class Service:
     @property
     def status(self) -> str:
         """Whether requests are worked on: ok, stuck (the running one does not get on), or failed."""
-        if not self.queue.is_alive:
+        if not self.queue.is_alive or self.failure is not None:
             return "failed"
         return "stuck" if self.queue.silent_s > self.settings.stuck_after_s else "ok"
+
+    @property
+    def failure(self) -> SoloistError | None:
+        """What no request can be answered after: one of the ranks that share the model is lost."""
+        return self.llm.engine.ranks.loss
 
     def explain(self, generation: Generation) -> str:
         """Say in words how much of a prompt was kept and why not more, with the text where it leaves what is kept."""

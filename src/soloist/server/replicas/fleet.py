@@ -97,6 +97,11 @@ class Fleet:
         )
         return next((line.strip() for line in reversed(lines) if "Error: " in line), None)
 
+    @property
+    def failure(self) -> SoloistError | None:
+        """Nothing: a replica that fails is replaced."""
+        return None
+
     def close(self) -> None:
         """End all replicas."""
         if not self._ray.is_initialized():
