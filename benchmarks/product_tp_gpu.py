@@ -64,7 +64,7 @@ def measure(asked: Asked, out: Path, commit: str, *, limit_s: float) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     result |= {"case": path.stem, "commit": commit}
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    figures = ("case", "tpot_ms_median", "step_ms_median", "ttft_ms", "output_tok_per_s")
+    figures = ("case", "tpot_ms_median", "ttft_ms", "output_tok_per_s")
     print(json.dumps({key: result[key] for key in figures} | result["details"].get("nodraft", {})), flush=True)
     return path
 
