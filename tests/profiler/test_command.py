@@ -1,5 +1,6 @@
 """Programs run in process as under `python`: arguments, exit codes and errors are theirs; recordings come and go."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -33,10 +34,37 @@ def write(folder: Path, text: str, name: str = "program.py") -> Path:
 def test_the_programs_exit_code_is_passed_on(
     text: str, exit_code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    assert main(["profile", "--fail-on", "syncs>0", "--", "python3", str(write(tmp_path, text))]) == exit_code
+    assert main(["profile", "--", "python3", str(write(tmp_path, text))]) == exit_code
     err = capsys.readouterr().err
     assert "used no GPU" in err
     assert ("ZeroDivisionError" in err, "bad news" in err) == ("/" in text, "bad" in text)
+
+
+def test_conditions_that_nothing_was_recorded_for_are_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    page = tmp_path / "page.html"
+    words = ["profile", "--json", "--html", str(page), "--fail-on", "syncs>0", "--", "python", "-c"]
+    assert main([*words, "pass"]) == 4
+    said = capsys.readouterr()
+    assert json.loads(said.out) == {"schema": 1, "processes": [], "ranks": None}
+    assert "nothing was recorded" in said.err and "page.html" in said.err and "--fail-on" in said.err
+    assert not page.exists()
+    # A program's own exit code goes first.
+    assert main([*words, "raise SystemExit(7)"]) == 7
+
+
+@pytest.mark.parametrize("option", ["--html", "--save"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_program_runs(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    words = [option, str(tmp_path / "no-such-folder" / "file"), "--", "python", "-c", "print('was run')"]
+    assert main(["profile", *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and "cannot be written" in said.err
+
+
+def test_a_recorded_trace_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["profile", "--trace", "--after", "2", str(tmp_path / "trace.json")]) == 2
+    assert "--after is for programs" in capsys.readouterr().err
 
 
 def test_a_program_sees_its_own_arguments_and_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -65,11 +93,25 @@ def test_modules_and_code_run_too(capsys: pytest.CaptureFixture[str]):
         (["ls"], "is no Python program"),
         (["no-such-program-anywhere"], "is no Python program"),
         (["python", "-O", "x.py"], "option -O of Python"),
+        (["python", "ls"], "is no file"),
+        (["/no-such-environment/bin/python3", "x.py"], "the Python of another environment"),
+        (["/bin/ls"], "is no Python program"),
     ],
 )
 def test_what_cannot_run_in_process_is_refused(words: list[str], complaint: str):
     with pytest.raises(UsageError, match=complaint):
         find_program(words)
+
+
+def test_a_file_is_a_program_if_it_says_so_or_python_stands_before_it(tmp_path: Path):
+    shell = write(tmp_path, "#!/bin/sh\necho python\n", "plain.sh")
+    with pytest.raises(UsageError, match="is no Python program"):
+        find_program([str(shell)])
+    handed_on = write(tmp_path, "#!/bin/sh\n'''exec' /a/long/path/python3 \"$0\" \"$@\"\n' ''''\n", "tool")
+    for path in (handed_on, write(tmp_path, "#!/usr/bin/env python3\n", "other"), write(tmp_path, "pass")):
+        assert find_program([str(path), "-x"]).what == str(path)
+    bare = write(tmp_path, "pass", "bare")
+    assert find_program([sys.executable, str(bare)]).what == str(bare)
 
 
 def test_a_console_script_is_a_program():
@@ -154,6 +196,28 @@ def test_recording_waits_for_the_end_of_a_graphs_capture(
     program = find_program(["python", str(write(tmp_path, PROGRAM)), "0.4"])
     assert run_program(program, naming_s=0.05, plain_s=0.05).trace is not None
     assert len(asked) >= 7
+
+
+PROFILING = """
+import time, torch
+with torch.profiler.profile() as profile:
+    until = time.perf_counter() + 0.3
+    while time.perf_counter() < until:
+        torch.zeros(8).sum().item()
+        time.sleep(0.002)
+print(sum(event.count for event in profile.key_averages() if event.key == "aten::item"))
+"""
+
+
+def test_a_programs_own_profiler_is_not_disturbed(
+    recorded_reads: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run = run_program(
+        find_program(["python", str(write(tmp_path, PROFILING))]), after_s=0.1, naming_s=0.05, plain_s=0.05
+    )
+    assert run.exit_code == 0 and run.trace is None and "PyTorch's profiler itself" in run.why_none
+    # It saw its own reads.
+    assert int(capsys.readouterr().out) > 20
 
 
 def test_the_signal_handler_of_before_is_back_at_the_end(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -109,7 +110,7 @@ def test_traces_that_do_not_belong_together_are_refused():
 
 def test_two_traces_make_one_merged_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     paths = []
-    for machine in run_ranks([0.0, 150.0]):
+    for machine in run_ranks([0.0, 150.0], clocks_us=[0.0, 7_300.0]):
         paths.append(tmp_path / f"rank{machine.rank}.json")
         paths[-1].write_text(json.dumps(machine.document()))
     page = tmp_path / "page.html"
@@ -119,7 +120,17 @@ def test_two_traces_make_one_merged_report(tmp_path: Path, capsys: pytest.Captur
     report = json.loads(capsys.readouterr().out)
     assert report["ranks"]["late_rank"] == 1
     assert [process["rank"] for process in report["processes"]] == [0, 1]
-    assert "rank1.json" in page.read_text()
+    text = page.read_text()
+    assert "rank0.json, rank1.json" in text and "Rank 1 is late" in text and "of 2 alone" not in text
+    data = json.loads(re.search(r'application/json">(.*?)</script>', text, re.DOTALL)[1])
+    streams = {row["name"]: row["items"] for row in data["rows"] if "stream" in row["name"]}
+    assert list(streams) == ["rank 0: GPU 0, stream 7", "rank 1: GPU 0, stream 7"]
+    # On one clock a collective ends everywhere at once.
+    ends = [[item["e"] for item in items if "AllReduce" in item["n"]] for items in streams.values()]
+    assert len(ends[0]) > 8 and ends[0] == pytest.approx(ends[1], abs=0.1)
+    # A trace of one rank says that it is not all.
+    assert main(["profile", "--trace", str(paths[0])]) == 0
+    assert "This is rank 0 of 2 alone" in capsys.readouterr().err
     # What was kept says the same again.
     again = [str(tmp_path / f"saved-{rank}.json.gz") for rank in (0, 1)]
     assert main(["profile", "--trace", *again, "--json"]) == 0

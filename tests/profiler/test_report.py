@@ -188,7 +188,7 @@ def test_a_written_trace_tells_nothing_of_its_machine():
 def test_the_page_holds_everything_and_loads_nothing():
     machine = decode(read_and_think)
     trace = trace_of(machine, "a <b> & c")
-    page = as_html(trace, analyse(trace))
+    page = as_html([trace], [analyse(trace)])
     assert not re.search(r"(src|href)=|https?://|__\w+__", page)
     assert "a &lt;b&gt; &amp; c" in page
     data = json.loads(re.search(r'application/json">(.*?)</script>', page, re.DOTALL)[1])
@@ -207,7 +207,7 @@ def test_a_page_of_a_large_trace_shows_fewer_steps():
             machine.launch(f"k{k}", 4.0)
     trace = trace_of(machine)
     analysis = analyse(trace)
-    page = as_html(trace, analysis)
+    page = as_html([trace], [analysis])
     data = json.loads(re.search(r'application/json">(.*?)</script>', page, re.DOTALL)[1])
     assert sum(len(row["items"]) for row in data["rows"]) <= MAX_ITEMS
     assert 2 <= len(data["steps"]) < len(analysis.steps.gpu_us)

@@ -111,6 +111,7 @@ class Analysis:
 
     name: str
     rank: int | None
+    num_ranks: int | None
     device: int
     device_name: str
     origin: Origin
@@ -174,6 +175,7 @@ def analyse(trace: Trace, *, max_steps: int = DEFAULT_STEPS) -> Analysis:
     return Analysis(
         name=trace.name,
         rank=trace.rank,
+        num_ranks=trace.num_ranks,
         device=device,
         device_name=trace.device_names[device] if device < len(trace.device_names) else f"GPU {device}",
         origin=steps.origin,

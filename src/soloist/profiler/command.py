@@ -62,11 +62,19 @@ class Program:
 def find_program(words: Sequence[str]) -> Program:
     """Understand a command: `python script.py ...`, `python -m module ...`, `script.py ...` or a console script.
 
+    `python` is the interpreter that runs this, whatever the shell would take for it.
+
     Raises:
-        UsageError: it is none of these, or not there.
+        UsageError: it is none of these, or not there, or names another environment's interpreter.
     """
     rest = list(words)
-    if rest and Path(rest[0]).name.rstrip("0123456789.") in ("python", "pypy"):
+    is_python = bool(rest) and Path(rest[0]).name.rstrip("0123456789.") in ("python", "pypy")
+    if is_python:
+        if os.sep in rest[0] and not _is_own(Path(rest[0])):
+            raise UsageError(
+                f"{rest[0]} is the Python of another environment, and profiling happens in process, with"
+                f" {sys.executable}: say python, or install soloist there"
+            )
         rest = rest[1:]
     if not rest:
         raise UsageError("no program: give one behind --, as in soloist profile -- python decode.py --tokens 100")
@@ -75,6 +83,13 @@ def find_program(words: Sequence[str]) -> Program:
     if rest[0].startswith("-"):
         raise UsageError(f"option {rest[0]} of Python is not understood here; allowed: -m MODULE, -c CODE, or a script")
     path = Path(rest[0])
+    if is_python and not path.is_file():
+        raise UsageError(f"{path} is no file: Python would not find it either")
+    if path.is_file() and not (is_python or path.suffix == ".py" or _is_python_script(path)):
+        raise UsageError(
+            f"{path} is no Python program: profiling happens in process, so its name must end in .py, its first line"
+            " must call Python, or python must stand before it"
+        )
     if not path.is_file():
         # Commands of this environment are there even if it was not activated.
         found = shutil.which(rest[0]) or shutil.which(rest[0], path=str(Path(sys.executable).parent))
@@ -89,8 +104,15 @@ def find_program(words: Sequence[str]) -> Program:
 
 def _is_python_script(path: Path) -> bool:
     with path.open("rb") as file:
-        first = file.readline(200)
-    return first.startswith(b"#!") and (b"python" in first or first.startswith(b"#!/bin/sh"))
+        first, second = file.readline(200), file.readline(1000)
+    # Where the path of Python is too long for a first line, a shell reads the second and Python skips it.
+    is_handed_on = first.startswith(b"#!/bin/sh") and b"exec" in second and b"python" in second
+    return first.startswith(b"#!") and (b"python" in first or is_handed_on)
+
+
+def _is_own(python: Path) -> bool:
+    """Say whether an interpreter is of this environment: all of them may be links to the same file."""
+    return python.parent.resolve() == Path(sys.executable).parent.resolve()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +120,10 @@ class Run:
     """What came of running a program."""
 
     exit_code: int
-    # None: the program never used a GPU.
+    # None: there is no recording with work of a GPU.
     trace: Trace | None
+    # In words, if there is none.
+    why_none: str
 
 
 def run_program(program: Program, *, after_s: float = 0.0, naming_s: float = NAMING_S, plain_s: float = PLAIN_S) -> Run:
@@ -118,7 +142,8 @@ def run_program(program: Program, *, after_s: float = 0.0, naming_s: float = NAM
             exit_code = _run(program)
     finally:
         sys.argv[:], sys.path[:] = saved_argv, saved_path
-    return Run(exit_code=exit_code, trace=recorder.trace)
+    trace = recorder.trace if recorder.trace is not None and recorder.trace.works else None
+    return Run(exit_code=exit_code, trace=trace, why_none="" if trace else recorder.why_none)
 
 
 def _run(program: Program) -> int:
@@ -160,6 +185,16 @@ class _Recorder:
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch_clock, name="soloist-profiler", daemon=True)
         self._previous: Any = None
+        self._is_in_the_way = False
+
+    @property
+    def why_none(self) -> str:
+        """Say why no work of a GPU was recorded."""
+        if self._is_in_the_way:
+            return "the program ran PyTorch's profiler itself, of which there can be one only"
+        if not torch.cuda.is_initialized():
+            return "the program used no GPU in this process, and processes that it starts are not recorded"
+        return "the program ended before a recording showed work of a GPU"
 
     def __enter__(self) -> None:
         self._previous = signal.signal(_SIGNAL, self._on_signal)
@@ -209,6 +244,11 @@ class _Recorder:
         # The capture of a graph forbids what starting and stopping do; the clock asks again.
         if self._wanted is None or torch.cuda.is_current_stream_capturing():
             return
+        if self._wanted == self._start:
+            # A second profiler would leave the program's own one empty.
+            if torch._C._autograd._profiler_enabled():
+                self._is_in_the_way = True
+                return
         action, self._wanted = self._wanted, None
         action(frame)
         self._is_done.set()

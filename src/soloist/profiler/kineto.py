@@ -69,11 +69,13 @@ def parse_trace(document: Any, name: str) -> Trace:
     spans = [event for event in events if event.get("ph") == "X" and "dur" in event and "ts" in event]
     zero_us = min((float(event["ts"]) for event in spans), default=0.0)
     base_ns = head.get("baseTimeNanoseconds")
+    distributed = head.get("distributedInfo") or {}
     trace = Trace(
         name=name,
         calls=[],
         works=[],
-        rank=(head.get("distributedInfo") or {}).get("rank"),
+        rank=distributed.get("rank"),
+        num_ranks=distributed.get("world_size"),
         origin_ns=None if base_ns is None else int(base_ns) + round(zero_us * 1e3),
         device_names=tuple(properties.get("name", "") for properties in head.get("deviceProperties") or ()),
     )
@@ -245,7 +247,7 @@ def to_chrome(trace: Trace) -> dict[str, Any]:
     ]
     return {
         "schemaVersion": 1,
-        "distributedInfo": {} if trace.rank is None else {"rank": trace.rank},
+        "distributedInfo": {} if trace.rank is None else {"rank": trace.rank, "world_size": trace.num_ranks},
         "deviceProperties": [{"id": i, "name": name} for i, name in enumerate(trace.device_names)],
         **({} if trace.origin_ns is None else {"baseTimeNanoseconds": trace.origin_ns}),
         "traceEvents": events,

@@ -29,6 +29,8 @@ class RankFigures:
     name: str
     # What was added to this rank's clock, so that collectives end together.
     clock_offset_us: float
+    # What to add to a time of this trace for the time of the same moment in the first one.
+    shift_us: float
     # Share of the collectives to which it came last, by more than `_LATE_US`.
     late_share: float
     # Inside a collective until the last rank arrived, mean.
@@ -71,14 +73,12 @@ def compare_ranks(traces: Sequence[Trace], analyses: Sequence[Analysis]) -> Rank
         aligned.append(_align(collectives[0], collectives[i], clocks_us[i], has_clock=all(origins)))
     first = max(0, *(-a.shift for a in aligned))
     last = min(len(found) - a.shift for found, a in zip(collectives, aligned, strict=True))
+    shifts_us = [clock_us + a.offset_us for clock_us, a in zip(clocks_us, aligned, strict=True)]
     starts = [
-        [
-            collectives[i][j + aligned[i].shift].start_us + clocks_us[i] + aligned[i].offset_us
-            for i in range(len(traces))
-        ]
+        [collectives[i][j + aligned[i].shift].start_us + shifts_us[i] for i in range(len(traces))]
         for j in range(first, last)
     ]
-    return _judge(ranks, [analysis.name for analysis in analyses], aligned, starts)
+    return _judge(ranks, [analysis.name for analysis in analyses], aligned, shifts_us, starts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,11 @@ def _guess_shift(first: list[GpuWork], other: list[GpuWork], clock_us: float) ->
 
 
 def _judge(
-    ranks: Sequence[int], names: Sequence[str], aligned: Sequence[_Aligned], starts: list[list[float]]
+    ranks: Sequence[int],
+    names: Sequence[str],
+    aligned: Sequence[_Aligned],
+    shifts_us: Sequence[float],
+    starts: list[list[float]],
 ) -> RanksReport:
     late: list[list[float]] = [[] for _ in ranks]
     waiting = [0.0] * len(ranks)
@@ -137,6 +141,7 @@ def _judge(
                 rank=ranks[i],
                 name=names[i],
                 clock_offset_us=aligned[i].offset_us,
+                shift_us=shifts_us[i],
                 late_share=len(late[i]) / len(starts),
                 waiting_us=waiting[i] / len(starts),
             )

@@ -87,7 +87,7 @@ class Capture:
             self._profiler.export_chrome_trace(str(path))
             trace = parse_trace(json.loads(path.read_bytes()), name)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            trace.rank = torch.distributed.get_rank()
+            trace.rank, trace.num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         origin_ns = trace.origin_ns or 0
         resolve(
             trace,

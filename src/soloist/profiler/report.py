@@ -17,9 +17,14 @@ _MAX_STACK = 6
 _KERNEL_NAME = re.compile(r"^(?:void )?(?P<name>[\w:~. ()-]+?)(?:<.*)?(?:\(.*)?$")
 
 
-def in_words(analysis: Analysis) -> str:
-    """Say what an analysis found, for a terminal."""
-    lines = [_headline(analysis), *_notes(analysis), ""]
+def in_words(analysis: Analysis, *, is_alone: bool = True) -> str:
+    """Say what an analysis found, for a terminal.
+
+    Args:
+        analysis: of one process.
+        is_alone: the other ranks of its group, if there are any, were not looked at.
+    """
+    lines = [_headline(analysis), *_notes(analysis, is_alone), ""]
     lines += _waits(analysis)
     lines += _gaps(analysis)
     lines += _lead(analysis)
@@ -46,8 +51,13 @@ def _headline(analysis: Analysis) -> str:
     return text
 
 
-def _notes(analysis: Analysis) -> list[str]:
+def _notes(analysis: Analysis, is_alone: bool) -> list[str]:
     notes = []
+    if is_alone and (analysis.num_ranks or 1) > 1:
+        notes.append(
+            f"This is rank {analysis.rank} of {analysis.num_ranks} alone: who is late to the collectives, only the"
+            " traces of all ranks can tell (--save in each, then --trace with all files)."
+        )
     if analysis.origin is Origin.NONE:
         notes.append("Nothing repeats: figures are of the whole trace. Mark steps with watch(...).step().")
     if analysis.hidden_replays:
@@ -146,8 +156,13 @@ def _overhead(analysis: Analysis) -> list[str]:
         "unprofiled": o.unprofiled_step_ms,
     }
     known = [f"{step_ms:.2f} ms {how}" for how, step_ms in figures.items() if step_ms is not None]
+    if not known:
+        return []
+    rest = (
+        "" if o.unprofiled_step_ms is not None else "; unprofiled: not measured, which takes marks of watch(...).step()"
+    )
     launch = "" if o.launch_us is None else f" PyTorch's profiler adds {o.launch_us:.1f} us to a launch."
-    return [f"A step takes {', '.join(known)}.{launch}"] if known else []
+    return [f"A step takes {', '.join(known)}{rest}.{launch}"]
 
 
 def _where(place: Place) -> str:

@@ -102,6 +102,8 @@ class Trace:
     samples: dict[int, list[Sample]] = field(default_factory=dict)
     # Rank within a tensor-parallel or data-parallel group; None: a process alone.
     rank: int | None = None
+    # Of that group; None: not known.
+    num_ranks: int | None = None
     # Unix time of the trace's zero, in nanoseconds; None: the trace does not say.
     origin_ns: int | None = None
     device_names: tuple[str, ...] = ()
