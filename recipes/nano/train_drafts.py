@@ -82,7 +82,8 @@ def main() -> None:
             objective=OBJECTIVE,
             documents_per_step=64 if is_gpu else 4,
             anchors_per_document=32 if is_gpu else 4,
-            learning_rate=4e-3,
+            # For tens of thousands of steps; hundreds bear twice as much.
+            learning_rate=3e-3,
             weight_decay=0.1,
             optimizer="muon",
             compute_dtype=weights_dtype,
