@@ -4,7 +4,7 @@
 that is wide and shallow, so that a token is more work for the GPU than for the host, and one of common shape, which a
 host cannot feed. What the read is said to cost is compared with what leaving it out saves: the same tokens, counted on
 the host. Up to transformers 5.16 the loop reads, from 5.17 on a class of its own. The last line is one JSON object; the
-folder gets it too, with the recordings.
+folder gets it too as profile-generate.json, with the recordings.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 from transformers.generation.utils import GenerationMixin
 
+from soloist.bench.results import commit, device_name, driver_version
 from soloist.profiler import in_words, watch
 from soloist.profiler.kineto import save_trace
 from soloist.profiler.report import as_json
@@ -165,10 +167,19 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["wide", "common"])
     parser.add_argument("--tokens", type=int, default=NUM_TOKENS)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", default=commit(), help="where git is not there to ask")
     arguments = parser.parse_args()
+    if arguments.out is not None:
+        # Before minutes are spent.
+        arguments.out.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    words = ["python", "benchmarks/profile_generate.py", "--shapes", *arguments.shapes, "--tokens", arguments.tokens]
     result: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": arguments.commit,
+        "command": " ".join(map(str, words)),
+        "device": device_name(torch.device(device)),
+        "driver": driver_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "stop_line": stop_line(),
@@ -187,6 +198,7 @@ def main() -> None:
                 # Of this line alone: the library also reads its mask, behind which the host waits without it.
                 found["loss_ms"] = waits[result["stop_line"]]["loss_ms"]
                 found["loss_to_real_loss"] = found["loss_ms"] / found["real_loss_ms"]
+                found["is_within_30_percent"] = 0.7 <= found["loss_to_real_loss"] <= 1.3
         result[shape] = found
         print(json.dumps({shape: found}), flush=True)
         del model

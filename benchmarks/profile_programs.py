@@ -1,8 +1,8 @@
 """Profile the programs with planted faults on a GPU, and judge whether the profiler names the right lines.
 
 Run on a CUDA machine: `PYTHONPATH=src python3 benchmarks/profile_programs.py FOLDER`. It writes FOLDER/programs.tar.gz,
-small traces that become the fixtures of the tests, and FOLDER/programs.json, verdicts and times. The last line is one
-JSON object.
+small traces that become the fixtures of the tests, and FOLDER/profile-programs.json, verdicts and times. The last line
+is one JSON object.
 """
 
 import argparse
@@ -16,11 +16,13 @@ import tempfile
 import time
 import traceback
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from soloist.bench.results import commit, device_name, driver_version
 from soloist.profiler import assert_returns_early, no_host_sync, watch
 from soloist.profiler.analysis import Analysis, analyse
 from soloist.profiler.command import find_program, run_program
@@ -31,7 +33,8 @@ from soloist.profiler.report import as_json, in_words
 from soloist.profiler.steps import Recording, find_steps
 from soloist.profiler.trace import Trace
 
-PROGRAMS = Path(__file__).parents[1] / "tests" / "profiler" / "programs"
+ROOT = Path(__file__).parents[1]
+PROGRAMS = ROOT / "tests" / "profiler" / "programs"
 WINDOW_S = 0.15
 NUM_STEPS = 320
 # A program is timed with its fault and without it.
@@ -173,7 +176,7 @@ def check_guards() -> dict[str, Any]:
                     assert_returns_early(fault, seconds=0.1)
                 found[f"{name}, {guard}"] = "missed"
             except HostSyncError as error:
-                found[f"{name}, {guard}"] = str(error)[-160:]
+                found[f"{name}, {guard}"] = str(error).replace(f"{ROOT.resolve()}/", "")
     with no_host_sync():
         work.step()
     assert_returns_early(work.step, seconds=0.1)
@@ -200,7 +203,11 @@ def check_watch() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
+    parser.add_argument("--commit", default=commit(), help="where git is not there to ask")
+    arguments = parser.parse_args()
+    folder: Path = arguments.folder
+    # Before minutes are spent.
+    folder.mkdir(parents=True, exist_ok=True)
     sys.path.insert(0, str(PROGRAMS))
     traces: dict[str, bytes] = {}
     verdicts: list[dict[str, Any]] = []
@@ -225,11 +232,20 @@ def main() -> None:
             checks[check.__name__] = f"{type(error).__name__}: {error}"
             traceback.print_exc()
         print(check.__name__, json.dumps(checks[check.__name__]), flush=True)
+    wrong = [verdict["program"] for verdict in verdicts if not verdict["is_right"]]
+    ratios = [verdict["loss_to_real_loss"] for verdict in verdicts if "loss_to_real_loss" in verdict]
+    num_close = sum(0.7 <= ratio <= 1.3 for ratio in ratios)
+    summary = {"programs": len(verdicts), "wrong": wrong, "priced": len(ratios), "within_30_percent": num_close}
     result = {
-        "device": torch.cuda.get_device_name(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": arguments.commit,
+        "command": "python benchmarks/profile_programs.py FOLDER",
+        "device": device_name(torch.device("cuda")),
+        "driver": driver_version(),
         "torch": torch.__version__,
         "python": sys.version.split()[0],
         "seconds": time.perf_counter() - start_s,
+        "summary": summary,
         "verdicts": verdicts,
         "checks": checks,
     }
@@ -238,11 +254,8 @@ def main() -> None:
             info = tarfile.TarInfo(name)
             info.size = len(data)
             archive.addfile(info, io.BytesIO(data))
-    (folder / "programs.json").write_text(json.dumps(result, indent=1))
-    wrong = [verdict["program"] for verdict in verdicts if not verdict["is_right"]]
-    ratios = [verdict["loss_to_real_loss"] for verdict in verdicts if "loss_to_real_loss" in verdict]
-    num_close = sum(0.7 <= ratio <= 1.3 for ratio in ratios)
-    print(json.dumps({"programs": len(verdicts), "wrong": wrong, "priced": len(ratios), "close": num_close}))
+    (folder / "profile-programs.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(summary))
 
 
 if __name__ == "__main__":

@@ -244,11 +244,10 @@ class _Recorder:
         # The capture of a graph forbids what starting and stopping do; the clock asks again.
         if self._wanted is None or torch.cuda.is_current_stream_capturing():
             return
-        if self._wanted == self._start:
-            # A second profiler would leave the program's own one empty.
-            if torch._C._autograd._profiler_enabled():
-                self._is_in_the_way = True
-                return
+        # A second profiler would leave the program's own one empty.
+        if self._wanted == self._start and torch._C._autograd._profiler_enabled():
+            self._is_in_the_way = True
+            return
         action, self._wanted = self._wanted, None
         action(frame)
         self._is_done.set()
