@@ -40,4 +40,4 @@ class NumericsError(SoloistError):
 
 
 class RankLostError(SoloistError):
-    """One of the processes that share a model did not come to an exchange in time."""
+    """One of the processes that share a model ended, was stopped, or did not come to an exchange in time."""

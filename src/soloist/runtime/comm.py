@@ -36,7 +36,7 @@ from soloist.kernels.allreduce import TensorParallel
 from soloist.kernels.mailboxes import make_mailboxes
 from soloist.models import open_model, read_config
 from soloist.models.loader import NUM_RANKS
-from soloist.runtime.rank_processes import BEAT_S, RankProcesses
+from soloist.runtime.rank_processes import BEAT_S, RankProcesses, end_exchanges
 
 # A GPU's collective gives up after this: ranks may take so much longer than each other to capture a step.
 _EXCHANGE_S = 60.0
@@ -192,8 +192,6 @@ class Leader(Ranks):
         # Also where this object is only forgotten, and at this process's end.
         self._end = weakref.finalize(self, others.close)
         self._leave = weakref.finalize(self, _leave, others)
-        # NCCL may wait for ranks that are gone, and the driver ends with the process.
-        self._leave.atexit = device.type != "cuda"
         try:
             for rank in range(1, size):
                 others.receive(rank)
@@ -265,7 +263,7 @@ class Leader(Ranks):
     def close(self) -> None:
         """End the other ranks; the engine cannot be used any more."""
         if self._others.loss is not None and self.group.mailboxes is not None:
-            # NCCL may wait for a rank that is gone.
+            # NCCL is being ended already.
             self._leave.detach()
         self._others.loss = self._others.loss or RankLostError("the ranks of this model were ended; load it again")
         self._leave()
@@ -284,6 +282,9 @@ def _leave(others: RankProcesses) -> None:
     """Forget the ranks, so that others can be started."""
     others.begin_to_close()
     if dist.is_initialized():
+        if dist.get_backend() == "nccl":
+            # It would finish what is under way, with ranks that are gone.
+            end_exchanges(others.group)
         dist.destroy_process_group()
 
 

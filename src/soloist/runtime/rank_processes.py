@@ -24,12 +24,12 @@ from soloist.kernels.allreduce import TensorParallel
 
 # How long rank 0 may take to get out of an exchange by itself once a rank is lost; with the time to see it, below 5 s.
 _GRACE_S = 3.0
-# A rank gives a sign of life this often, and is lost when none has come for so long: it was stopped, or hangs.
+# A rank gives a sign of life this often, and is lost when none has come for so long: it was stopped, or hangs. Long,
+# since a library may keep its other threads waiting.
 BEAT_S = 0.5
-_SILENT_S = 30.0
+_SILENT_S = 60.0
 # Ranks that live, and do not get on with a step or a chunk for so long, wait for each other in vain.
 _STALLED_S = 600.0
-_LOST_EXIT_CODE = 1
 _INTERRUPTED_EXIT_CODE = 130
 
 
@@ -51,8 +51,8 @@ class RankProcesses:
         self._work: object | None = None
         self._num_sent, self._is_closing = 0, threading.Event()
         self._said: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(size)]
-        # Looks of `_watch` since a rank was heard.
-        self._silence = [0] * size
+        # Looks of `_watch` since a rank was heard; of those that have been.
+        self._silence: dict[int, int] = {}
         self._reasons: dict[int, str] = {}
         # -P: what lies in the folder that was called from is not imported, as it is not here. A session of their own: a
         # terminal's Ctrl-C is rank 0's to answer.
@@ -172,14 +172,14 @@ class RankProcesses:
         self.loss = error
         self._kill()
         if self.group.mailboxes is not None:
-            threading.Thread(target=_end_exchanges, args=(self.group,), daemon=True).start()
+            threading.Thread(target=end_exchanges, args=(self.group,), daemon=True).start()
         threading.Thread(target=self._end_if_stuck, args=(error,), daemon=True).start()
 
     def _end_if_stuck(self, error: SoloistError) -> None:
         """End this process if it is still in an exchange, which nothing else can break off."""
-        if self._work is not None and not self._is_closing.wait(_GRACE_S) and self._work is not None:
+        if not self._is_closing.wait(_GRACE_S) and self._work is not None:
             print(f"soloist: {error}", file=sys.stderr, flush=True)
-            os._exit(_LOST_EXIT_CODE)
+            os._exit(error.exit_code)
 
     def _watch(self) -> None:
         """End ranks that give no sign of life or do not get on, in a thread.
@@ -193,9 +193,9 @@ class RankProcesses:
             stalled = stalled + 1 if self._work is not None and now == last else 0
             last = now
             for rank, process in enumerate(self._processes, 1):
-                # Nobody is heard before it has started.
-                self._silence[rank] += 1
-                if self._silence[rank] * BEAT_S > _SILENT_S:
+                if rank in self._silence:
+                    self._silence[rank] += 1
+                if self._silence.get(rank, 0) * BEAT_S > _SILENT_S:
                     self._reasons[rank] = f"has given no sign of life for {_SILENT_S:g} s"
                 elif stalled * BEAT_S > _STALLED_S:
                     self._reasons[rank] = f"and rank 0 have waited for each other for {_STALLED_S:g} s"
@@ -232,10 +232,15 @@ class RankProcesses:
                     os._exit(_INTERRUPTED_EXIT_CODE)
 
 
-def _end_exchanges(group: TensorParallel) -> None:
-    """End a GPU's exchanges with a rank that is lost: what waits in a step goes on with what is no number."""
-    assert group.mailboxes is not None and group.process_group is not None
-    with torch.cuda.stream(torch.cuda.Stream(group.mailboxes.has_failed.device)):
-        group.mailboxes.has_failed.fill_(1)
+def end_exchanges(group: TensorParallel) -> None:
+    """End a GPU's exchanges with ranks that are gone: what waits in a step goes on with what is no number.
+
+    The group cannot be used any more. A device in error runs nothing that could wait.
+    """
+    if group.mailboxes is not None:
+        with contextlib.suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream(group.mailboxes.has_failed.device)):
+            group.mailboxes.has_failed.fill_(1)
     # A prompt's sums.
-    group.process_group.abort()
+    if group.process_group is not None:
+        with contextlib.suppress(RuntimeError):
+            group.process_group.abort()
