@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from soloist.errors import CheckpointError, UnsupportedError
-from soloist.models import load_model
+from soloist.models import load_model, mixers
 from soloist.models.bailing_moe_v3 import BailingMoeV3ForCausalLM
 from soloist.models.cache import StepKind
 from soloist.runtime.buffers import SamplingPlan
@@ -141,3 +141,20 @@ def test_a_checkpoint_that_lacks_the_layer_says_what_is_missing(target, tmp_path
     load_small(tmp_path, "bailing_moe_v3", num_nextn_predict_layers=0)
     with pytest.raises(CheckpointError, match=r"lacks \d+ of \d+ tensors of its MTP layer, such as model.layers.3"):
         load_mtp(DrafterSetup(target=target, target_path=tmp_path, max_context_len=60, num_tokens=N))
+
+
+def test_a_prompt_is_read_without_asking_the_device_where_it_stands(target, folder: Path, monkeypatch):
+    told = []
+    attend = mixers.mla_attention
+
+    def note(rows, weights, latent, context_len, rotary, *, host_len=None):
+        told.append((host_len, int(context_len)))
+        return attend(rows, weights, latent, context_len, rotary, host_len=host_len)
+
+    monkeypatch.setattr(mixers, "mla_attention", note)
+    drafter, prompt = make(target, folder), torch.tensor(prompt_of(30, N))
+    drafter.begin(prompt, SamplingPlan.of(SamplingParams()))
+    for start in (0, 17):
+        chunk = prompt[start:29][:17]
+        drafter.prefill_chunk(chunk, torch.randn(len(chunk), target.config.hidden_size), None)
+    assert told == [(0, 0), (17, 17)]
