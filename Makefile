@@ -81,7 +81,7 @@ bench-gpu:  ## Steps of full-size models on this machine's GPU, and every kernel
 ifeq ($(GPUS),1)
 	PYTHONPATH=src $(PYTHON) benchmarks/decode_gpu.py qwen2-1.5b-nodraft ling3-tiny-nodraft ling3-tiny-verify \
 	    ling3-tiny-long ling3-flash-shard2-nodraft ling3-flash-shard2-verify
-	PYTHONPATH=src $(PYTHON) benchmarks/kernels_hybrid.py --out benchmarks/results
+	PYTHONPATH=src $(PYTHON) benchmarks/kernels_hybrid.py
 else
 	PYTHONPATH=src $(PYTHON) benchmarks/decode_tp_gpu.py --ranks $(GPUS) nodraft dspark mtp ladder
 	PYTHONPATH=src $(PYTHON) benchmarks/product_tp_gpu.py --ranks $(GPUS)

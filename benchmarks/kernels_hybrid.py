@@ -1,8 +1,8 @@
 """Time the KDA, MLA and mixture-of-experts kernels by width against their floors, once they equal the references.
 
 Run on a CUDA machine: `PYTHONPATH=src python benchmarks/kernels_hybrid.py [--shapes NAMES] [--operators NAMES]
-[--out FOLDER]`; with a folder of results it writes `FOLDER/h200/kernels.json`, or that of another kind of GPU, anew
-with each part. fla-core, where installed, is KDA's peer. Weights are cold: each call of a captured chain reads another
+[--out FOLDER]` writes `FOLDER/kernels.json`, anew with each part; the folder is that of this kind of machine unless
+another is named. fla-core, where installed, is KDA's peer. Weights are cold: each call of a captured chain reads another
 copy, or other experts, of far more bytes than the L2 holds.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from chains import REPLAYS, rand, time_chain
-from soloist.bench.results import commit, machine_folder, make_stamp
+from soloist.bench.results import RESULTS, commit, machine_folder, make_stamp
 from soloist.kernels import (
     kda,
     kda_commit_cuda,
@@ -305,7 +305,7 @@ def bench_moe(shape: Shape, bandwidth: float, rows: list[dict]) -> None:
         record(rows, shape, "moe", T, (median, spread), num_bytes, bandwidth)
 
 
-def write_rows(out: Path, device: str, commit: str, bandwidth: float, rows: list[dict[str, Any]]) -> Path:
+def write_rows(folder: Path | None, device: str, commit: str, bandwidth: float, rows: list[dict[str, Any]]) -> Path:
     """Write all rows of one run, with when, where and of what version."""
     result = make_stamp() | {
         "commit": commit,
@@ -317,7 +317,7 @@ def write_rows(out: Path, device: str, commit: str, bandwidth: float, rows: list
         "bandwidth_gb_per_s": round(bandwidth),
         "rows": rows,
     }
-    path = out / machine_folder(device, 1) / "kernels.json"
+    path = (folder or RESULTS / machine_folder(device, 1)) / "kernels.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return path
@@ -325,7 +325,7 @@ def write_rows(out: Path, device: str, commit: str, bandwidth: float, rows: list
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="folder of results; without it nothing is written")
+    parser.add_argument("--out", type=Path, help="default: the folder of this kind of machine")
     parser.add_argument("--commit", default=commit(), help="where git is not there to ask")
     parser.add_argument("--shapes", default="flash-tp1,flash-tp2,tiny")
     parser.add_argument("--operators", default="moe,kda,mla,fla")
@@ -347,8 +347,7 @@ def main() -> None:
             # The peer knows nothing of a layer but its heads.
             if name != "fla" or all(shape.H != other.H for other in chosen[:i]):
                 part(shape, bandwidth, rows)
-        if arguments.out is not None:
-            write_rows(arguments.out, device, arguments.commit, bandwidth, rows)
+        write_rows(arguments.out, device, arguments.commit, bandwidth, rows)
     print(json.dumps({"case": "kernels", "device": device, "bandwidth_gb_per_s": round(bandwidth), "rows": len(rows)}))
 
 
