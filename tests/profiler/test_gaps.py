@@ -69,6 +69,18 @@ def test_a_wait_behind_which_work_is_queued_is_harmless():
     assert analysis.syncs_per_step == 1
 
 
+def test_a_wait_that_ends_before_the_gpu_runs_dry_has_no_part_in_the_bubble():
+    def look_and_detokenize(machine: Machine) -> None:
+        machine.call("cudaEventSynchronize", 2.0)
+        with machine.at("text.py(33): detokenize"):
+            machine.busy(3000.0)
+
+    analysis = analysis_of(decode(look_and_detokenize))
+    (gap,) = analysis.gaps
+    assert (gap.kind, gap.place.where, gap.count) == (GapKind.HOST, "detokenize() of text.py:33", 1.0)
+    assert analysis.waits[0].idle_ms == 0 and analysis.waits[0].queued_us > 100
+
+
 def test_a_busy_host_is_named_by_the_line_that_keeps_it_busy():
     machine = Machine()
     for _ in range(20):
