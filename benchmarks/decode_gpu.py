@@ -125,7 +125,7 @@ def clear() -> None:
 @torch.inference_mode()
 def time_prompt(bench: Bench) -> dict[str, Any]:
     """Read a prompt of as many tokens as the context."""
-    engine, _ = bench.make_engine(Execution.best_for(bench.device))
+    engine = bench.make_engine(Execution.best_for(bench.device))
     prompt = torch.randint(engine.runner.buffers.num_tokens, (bench.context_len,), device=bench.device)
     return asdict(measure_prompt(engine.runner, prompt))
 

@@ -82,7 +82,7 @@ CASES = {
 class RankBench(Bench):
     """A bench whose measurements all ranks begin together."""
 
-    def make_engine(self, *args: Any, **kwargs: Any) -> tuple[Engine, Any]:
+    def make_engine(self, *args: Any, **kwargs: Any) -> Engine:
         clear()
         self.meet()
         return super().make_engine(*args, **kwargs)
@@ -111,7 +111,7 @@ def clear() -> None:
 @torch.inference_mode()
 def time_prompt(bench: RankBench) -> dict[str, Any]:
     """Read a prompt of as many tokens as the context."""
-    engine, _ = bench.make_engine(bench.best)
+    engine = bench.make_engine(bench.best)
     prompt = torch.randint(engine.runner.buffers.num_tokens, (bench.context_len,), device=bench.device)
     figures = asdict(measure_prompt(engine.runner, prompt, meet=bench.meet))
     bench.say(f"prompt {json.dumps(figures)}")
@@ -120,7 +120,7 @@ def time_prompt(bench: RankBench) -> dict[str, Any]:
 
 def time_answers(bench: RankBench, drafter: str | None, width: int, acceptance: float | None) -> dict[str, Any]:
     """Read a prompt and answer through the engine, tokens taken from the ring; drafts are kept by lot."""
-    engine, _ = bench.make_engine(bench.best, drafter=drafter, width=width, acceptance_length=acceptance)
+    engine = bench.make_engine(bench.best, drafter=drafter, width=width, acceptance_length=acceptance)
     prompt = torch.randint(engine.runner.buffers.num_tokens, (bench.context_len,), device=bench.device).tolist()
     # The first captures the step.
     answer(bench, engine, prompt, seed=0, max_tokens=2 * width)

@@ -9,7 +9,6 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from importlib.resources import files
 from typing import Any, Self
@@ -25,20 +24,17 @@ from soloist.kernels.allreduce import ALONE, TensorParallel
 from soloist.kernels.moe import route_ref
 from soloist.kernels.norm import rms_norm_ref
 from soloist.models import load_model
-from soloist.models.bailing_moe_v3 import BailingMoeV3ForCausalLM, BailingMoeV3MTP
 from soloist.models.cache import StepKind
 from soloist.models.causal_lm import CausalLM
-from soloist.models.footprint import CountingSource
-from soloist.models.loader import RandomSource, choose_placement
 from soloist.roofline import measure_bandwidth
 from soloist.runtime.graph import Execution
 from soloist.runtime.runner import ModelRunner
 from soloist.sampling_params import SamplingParams
 from soloist.spec.draft_model import DraftModel
 from soloist.spec.drafter import Drafter, NoDrafter
-from soloist.spec.dspark import DSpark, make_random_dspark
+from soloist.spec.dspark import make_random_dspark
 from soloist.spec.dspark_config import random_config
-from soloist.spec.mtp import MTPDrafter
+from soloist.spec.mtp import load_mtp
 from soloist.spec.ngram import PromptLookup
 from soloist.spec.setup import DrafterSetup
 from soloist.step_costs import measure
@@ -47,8 +43,6 @@ from soloist.step_costs import measure
 CONTEXT_LEN = 8192
 # Tokens of context behind those that are there before a step.
 ROOM = 4096
-# Bytes read to draft, by the experts that a pass over the step's rows reads.
-DraftBytes = Callable[[float | None], float]
 
 
 def built_in(name: str) -> dict[str, Any]:
@@ -146,8 +140,8 @@ class Bench:
         if self.group.mailboxes is not None:
             self.group.mailboxes.check()
 
-    def make_drafter(self, name: str, width: int) -> tuple[Drafter, DraftBytes]:
-        """Make a drafter for steps of `width` rows; give also what counts the bytes that this rank reads to draft."""
+    def make_drafter(self, name: str, width: int) -> Drafter:
+        """Make a drafter for steps of `width` rows."""
         setup = DrafterSetup(
             target=self.target,
             max_context_len=self.max_context_len,
@@ -155,44 +149,21 @@ class Bench:
             max_width=width,
         )
         if name == "ngram":
-            lookup = PromptLookup(max_context_len=self.max_context_len, max_drafts=width - 1, device=self.device)
-            return lookup, lambda experts: 0.0
+            return PromptLookup(max_context_len=self.max_context_len, max_drafts=width - 1, device=self.device)
         if name == "dspark":
             # Blocks of the published sizes.
-            config = random_config(self.target.config, block_size=15 if width > 9 else 8)
-            dspark = make_random_dspark(setup, config)
-            assert isinstance(dspark, DSpark)
-            return dspark, lambda experts: float(dspark.model.read_bytes(self.context_len, width - 1))
+            return make_random_dspark(setup, random_config(self.target.config, block_size=15 if width > 9 else 8))
         if name == "mtp":
-            return self._make_mtp(width)
+            return load_mtp(setup)
         if self._draft_model is None:
             config = built_in("qwen2.5-coder-0.5b-instruct")
             self._draft_model = load_model(config, device=self.device, weights="random")
-        draft = DraftModel(
+        return DraftModel(
             self._draft_model,
             max_context_len=self.max_context_len,
             num_tokens=setup.num_tokens,
             max_drafts=width - 1,
         )
-        # One pass over what is unread, and one for each draft behind the first.
-        one_pass = self._draft_model.footprint.step_bytes(1, self.context_len).total
-        return draft, lambda experts: (width - 1) * one_pass
-
-    def _make_mtp(self, width: int) -> tuple[Drafter, DraftBytes]:
-        """Make the model's own layer for drafting: a pass for each draft but the first, one over the step's rows."""
-        assert isinstance(self.target, BailingMoeV3ForCausalLM) and isinstance(self.target.lm_head, torch.Tensor)
-        source = CountingSource(RandomSource(0, choose_placement(self.device, self.target.dtype, None, self.group)))
-        mtp = BailingMoeV3MTP(self.target, source)
-        drafter = MTPDrafter(mtp, max_context_len=self.max_context_len, max_drafts=width - 1)
-        footprint = source.footprint(mtp.make_cache(1), self.target.config, num_layers=1)
-        head_bytes = self.target.lm_head.numel() * self.target.lm_head.element_size()
-
-        def draft_bytes(experts: float | None) -> float:
-            chain = (width - 2) * footprint.step_bytes(1, self.context_len).total
-            update = footprint.step_bytes(width, self.context_len, distinct_experts=experts).total
-            return chain + update + (width - 1) * head_bytes
-
-        return drafter, draft_bytes
 
     def make_engine(
         self,
@@ -201,16 +172,15 @@ class Bench:
         drafter: str | None = None,
         width: int = 1,
         acceptance_length: float | None = None,
-    ) -> tuple[Engine, DraftBytes]:
-        """Make an engine whose steps have random rows; give also what counts the bytes it reads to draft."""
+    ) -> Engine:
+        """Make an engine whose steps have random rows."""
         # On every rank the same.
         torch.manual_seed(0)
         inner: Drafter = NoDrafter()
         # Without a drafter rows are filled all the same.
         inner.max_drafts = width - 1
-        draft_bytes: DraftBytes = lambda experts: 0.0  # noqa: E731
         if drafter is not None:
-            inner, draft_bytes = self.make_drafter(drafter, width)
+            inner = self.make_drafter(drafter, width)
         spread = SpreadRows(inner, self.target.config.vocab_size, self.device)
         runner = ModelRunner(
             self.target,
@@ -219,14 +189,13 @@ class Bench:
             has_draft_probs=inner.has_draft_law,
             capture_layers=inner.capture_layers,
         )
-        engine = Engine(
+        return Engine(
             runner,
             spread,
             eos_token_ids=(),
             execution=execution,
             simulated_acceptance=acceptance_length if drafter else None,
         )
-        return engine, draft_bytes
 
     def measure(
         self,
@@ -241,9 +210,7 @@ class Bench:
         most_steps: int | None = None,
     ) -> tuple[StepFigures, dict[str, Any]]:
         """Measure one form of the step; give also its floor."""
-        engine, draft_bytes = self.make_engine(
-            execution, drafter=drafter, width=width, acceptance_length=acceptance_length
-        )
+        engine = self.make_engine(execution, drafter=drafter, width=width, acceptance_length=acceptance_length)
         if is_adaptive:
             engine.adapt_width(measure(engine))
         limits = {"repeats": repeats} | ({} if most_steps is None else {"most_steps": most_steps})
@@ -251,13 +218,14 @@ class Bench:
         with torch.inference_mode():
             experts = count_distinct_experts(self.target, engine.runner)
         mean_width = round(figures.mean_width)
+        # Counted at the full width.
+        known = experts if mean_width == width else None
         floor_ms = self.target.footprint.step_floor_ms(
             mean_width,
             self.context_len,
             bandwidth_gb_per_s=self.bandwidth,
-            # Counted at the full width.
-            distinct_experts=experts if mean_width == width else None,
-            draft_bytes=draft_bytes(experts) * (mean_width - 1) / max(width - 1, 1),
+            distinct_experts=known,
+            draft_bytes=engine.drafter.read_bytes(mean_width, self.context_len, distinct_experts=known),
         )
         floor = {"floor_step_ms": floor_ms, "share_of_floor": floor_ms / figures.step_ms.median}
         if experts is not None:

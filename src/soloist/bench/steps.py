@@ -81,6 +81,9 @@ class SpreadRows(Drafter):
         self._table = torch.randint(num_tokens, (1024, 1 + drafter.max_drafts), device=device)
         self._next = torch.zeros(1, dtype=torch.int64, device=device)
 
+    def read_bytes(self, width: int, context_len: int, *, distinct_experts: float | None = None) -> float:
+        return self._drafter.read_bytes(width, context_len, distinct_experts=distinct_experts)
+
     def begin(self, prompt_ids: torch.Tensor, plan: SamplingPlan) -> None:
         self._drafter.width_rule = self.width_rule
         self._drafter.begin(prompt_ids, plan)

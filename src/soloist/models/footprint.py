@@ -32,8 +32,8 @@ class _Count:
     num_choices: int = 1
 
 
-def _held_bytes(weight: Weight) -> int:
-    """Bytes of a weight in memory."""
+def held_bytes(weight: Weight) -> int:
+    """Count the bytes of a weight in memory."""
     if isinstance(weight, PackedWeight):
         return weight.num_bytes
     return weight.numel() * weight.element_size()
@@ -62,29 +62,29 @@ class CountingSource(WeightSource):
 
     def linear(self, *parts: Part) -> Weight:
         weight = self.source.linear(*parts)
-        self._add(parts, _held_bytes(weight))
+        self._add(parts, held_bytes(weight))
         return weight
 
     def embedding(self, part: Part) -> torch.Tensor:
         table = self.source.embedding(part)
-        self._add((part,), _held_bytes(table))
+        self._add((part,), held_bytes(table))
         self._counts[part.name] = replace(self._counts[part.name], reads=Reads.ROW, num_choices=part.shape[0])
         return table
 
     def tied_head(self, part: Part, embedding: torch.Tensor) -> Weight:
         head = self.source.tied_head(part, embedding)
-        extra_bytes = 0 if head is embedding else _held_bytes(head)
-        self._counts["lm_head.weight"] = _Count(parameters=0, weight_bytes=extra_bytes, read_bytes=_held_bytes(head))
+        extra_bytes = 0 if head is embedding else held_bytes(head)
+        self._counts["lm_head.weight"] = _Count(parameters=0, weight_bytes=extra_bytes, read_bytes=held_bytes(head))
         return head
 
     def tensor(self, part: Part, *, dtype: torch.dtype | None = None, init: Init = "ones") -> torch.Tensor:
         tensor = self.source.tensor(part, dtype=dtype, init=init)
-        self._add((part,), _held_bytes(tensor))
+        self._add((part,), held_bytes(tensor))
         return tensor
 
     def experts(self, *parts: Part, num_experts: int) -> torch.Tensor:
         stacked = self.source.experts(*parts, num_experts=num_experts)
-        self._add(parts, _held_bytes(stacked), num_experts)
+        self._add(parts, held_bytes(stacked), num_experts)
         if num_experts > 1:
             for part in parts:
                 count = self._counts[part.name]
@@ -115,17 +115,17 @@ class CountingSource(WeightSource):
             )
         kv_bytes, num_kv_shards = 0, 1
         if cache.kv is not None:
-            kv_bytes = (_held_bytes(cache.kv.k) + _held_bytes(cache.kv.v)) // cache.max_context_len
+            kv_bytes = (held_bytes(cache.kv.k) + held_bytes(cache.kv.v)) // cache.max_context_len
             num_kv_shards = cache.kv.k.shape[1]
         if cache.latent is not None:
-            kv_bytes += _held_bytes(cache.latent.latent) // cache.max_context_len
+            kv_bytes += held_bytes(cache.latent.latent) // cache.max_context_len
         recurrent = cache.recurrent
         return Footprint(
             parts=tuple(by_part.values()),
             num_layers=num_layers,
             num_experts_per_tok=config.moe.router.num_experts_per_tok if isinstance(config, HybridConfig) else 0,
-            state_bytes=_held_bytes(recurrent.state) if recurrent else 0,
-            conv_state_bytes=_held_bytes(recurrent.conv) if recurrent else 0,
+            state_bytes=held_bytes(recurrent.state) if recurrent else 0,
+            conv_state_bytes=held_bytes(recurrent.conv) if recurrent else 0,
             kv_bytes_per_position=kv_bytes,
             num_kv_shards=num_kv_shards,
         )

@@ -90,6 +90,10 @@ class DraftModel(ChainDrafter):
         self.cache.context_len.fill_(self._num_read)
         self._read(num_tokens)
 
+    def read_bytes(self, width: int, context_len: int, *, distinct_experts: float | None = None) -> float:
+        # One pass over what is unread, and one for each draft behind the first.
+        return (width - 1) * self.model.footprint.step_bytes(1, context_len).total
+
     def prefill_chunk(self, input_ids: torch.Tensor, hidden: torch.Tensor, captured: torch.Tensor | None) -> None:
         self._read(self._num_read + input_ids.shape[0])
 

@@ -93,6 +93,16 @@ class Drafter(ABC):
             captured: (T, len(capture_layers), D), None without capture layers; overwritten by the next step.
         """
 
+    def read_bytes(self, width: int, context_len: int, *, distinct_experts: float | None = None) -> float:
+        """Count what this rank reads to draft for a step, besides what the target reads; 0: nothing worth counting.
+
+        Args:
+            width: rows of the step, at least 1.
+            context_len: positions in the cache.
+            distinct_experts: experts that a pass over the step's rows reads per layer; None: uniform routing.
+        """
+        return 0.0
+
     def snapshot(self) -> object:
         """Copy the drafter's state of the sequence, to be kept beside a snapshot of the target's cache."""
         return None

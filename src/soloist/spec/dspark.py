@@ -114,6 +114,9 @@ class DSpark(Drafter):
         self._is_drawn = self.has_draft_law and not plan.is_greedy
         self._has_filters = plan.has_filters
 
+    def read_bytes(self, width: int, context_len: int, *, distinct_experts: float | None = None) -> float:
+        return float(self.model.read_bytes(context_len, width - 1)) if width > 1 else 0.0
+
     def prefill_chunk(self, input_ids: torch.Tensor, hidden: torch.Tensor, captured: torch.Tensor | None) -> None:
         assert captured is not None
         own = self.buffers

@@ -10,9 +10,11 @@ import torch
 from soloist.errors import CheckpointError, UnsupportedError
 from soloist.models.bailing_moe_v3 import BailingMoeV3ForCausalLM, BailingMoeV3MTP
 from soloist.models.cache import Cache, Snapshot, StepKind
+from soloist.models.footprint import CountingSource, held_bytes
 from soloist.models.loader import LoadingSource, RandomSource, SafetensorsSource, choose_placement
 from soloist.models.safetensors import SafetensorsFolder
 from soloist.models.weights import RecordingSource
+from soloist.roofline import Footprint
 from soloist.runtime.buffers import SamplingPlan, StepBuffers
 from soloist.spec.chain import ChainDrafter
 from soloist.spec.setup import DrafterSetup
@@ -26,6 +28,7 @@ class MTPDrafter(ChainDrafter):
 
     Args:
         mtp: the layer.
+        footprint: what a pass of it reads.
         max_context_len: most tokens of a request.
         max_drafts: tokens of a proposal, 1..15.
         is_fixed_shape: whether no shape may depend on data, as in a captured step. None: not on a CPU.
@@ -34,10 +37,16 @@ class MTPDrafter(ChainDrafter):
     name = "mtp"
 
     def __init__(
-        self, mtp: BailingMoeV3MTP, *, max_context_len: int, max_drafts: int, is_fixed_shape: bool | None = None
+        self,
+        mtp: BailingMoeV3MTP,
+        footprint: Footprint,
+        *,
+        max_context_len: int,
+        max_drafts: int,
+        is_fixed_shape: bool | None = None,
     ) -> None:
         super().__init__(max_drafts=max_drafts, device=mtp.device, is_fixed_shape=is_fixed_shape)
-        self.mtp = mtp
+        self.mtp, self.footprint = mtp, footprint
         limit = mtp.config.max_position_embeddings
         size = min(max_context_len + max_drafts, limit)
         self.max_context_len = size - max_drafts
@@ -54,6 +63,14 @@ class MTPDrafter(ChainDrafter):
         super().begin(prompt_ids, plan)
         self._prompt_ids, self._num_read = prompt_ids, 0
         self.cache.reset()
+
+    def read_bytes(self, width: int, context_len: int, *, distinct_experts: float | None = None) -> float:
+        if width == 1:
+            return 0.0
+        # The first draft follows from the pass over the step's rows; the output head is read for each.
+        chain = (width - 2) * self.footprint.step_bytes(1, context_len).total
+        update = self.footprint.step_bytes(width, context_len, distinct_experts=distinct_experts).total
+        return chain + update + (width - 1) * held_bytes(self.mtp.target.lm_head)
 
     def prefill_chunk(self, input_ids: torch.Tensor, hidden: torch.Tensor, captured: torch.Tensor | None) -> None:
         C = input_ids.shape[0]
@@ -139,8 +156,11 @@ def load_mtp(setup: DrafterSetup) -> MTPDrafter:
                 " draft with another drafter"
             )
         source = SafetensorsSource(folder, placement)
+    counted = CountingSource(source)
+    mtp = BailingMoeV3MTP(target, counted)
     return MTPDrafter(
-        BailingMoeV3MTP(target, source),
+        mtp,
+        counted.footprint(mtp.make_cache(1), target.config, num_layers=1),
         max_context_len=setup.max_context_len,
         max_drafts=setup.max_drafts(DEFAULT_DRAFTS),
     )
