@@ -90,7 +90,7 @@ def load(
     Raises:
         SoloistError: as `LLM` says.
     """
-    place = _as_device(device)
+    place = as_device(device)
     check_tensor_parallel_size(tensor_parallel_size, place)
     if options.execution is not None:
         options.execution.check_num_ranks(tensor_parallel_size)
@@ -235,7 +235,12 @@ def _make_drafter(name: str, setup: DrafterSetup, tokenizer: Tokenizer | None) -
     return drafter
 
 
-def _as_device(device: torch.device | str | None) -> torch.device:
+def as_device(device: torch.device | str | None) -> torch.device:
+    """Give the device that was asked for, the CPU by default.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
     try:
         parsed = torch.device(device or "cpu")
     except RuntimeError:

@@ -126,6 +126,26 @@ def test_the_command_prices_a_config_in_words_and_as_json(capsys: pytest.Capture
     assert priced["floor_step_ms_by_width"]["1"] == pytest.approx(0.62 + 86 * 4.5e-3, rel=0.02)
     assert priced["best_width_by_rate"]["0.5"] >= 1
     assert set(priced["floor_tpot_ms_by_rate"]["0.9"]) == set(priced["floor_step_ms_by_width"])
+    assert priced["refusal"] is None
+
+
+@pytest.mark.parametrize(("gpus", "why"), [("3", "allowed are 1, 2, 4, 8"), ("8", "allowed are 1, 2, 4")])
+def test_a_number_of_gpus_that_the_engine_refuses_is_priced_and_said(gpus: str, why: str, capsys):
+    model = "ling-3.0-flash" if gpus == "3" else "qwen2.5-coder-1.5b-instruct"
+    assert main(["bench", "--floor", "-m", model, "--gpus", gpus, "--bandwidth", "4300"]) == 0
+    out = capsys.readouterr().out
+    assert f"on {gpus} GPUs" in out and "this engine refuses it" in out and why in out
+
+
+def test_what_cannot_be_priced_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    floor = ["bench", "--floor", "-m", "qwen2.5-coder-0.5b-instruct"]
+    assert main([*floor, "--bandwidth", "20", "--context", "-5"]) == 2
+    assert "--context is -5; allowed: 0 and more" in capsys.readouterr().err
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert main([*floor, "--device", "cuda"]) == 2
+    assert "PyTorch sees 0 CUDA devices" in capsys.readouterr().err
+    assert main([*floor, "--device", "cpu", "--bandwidth", "20"]) == 2
+    assert "leave it out" in capsys.readouterr().err
 
 
 def test_a_dense_model_is_priced_without_experts(capsys: pytest.CaptureFixture[str]):

@@ -5,17 +5,24 @@ import time
 import pytest
 import torch
 
+from soloist.bench import local
+from soloist.bench.figures import spread
 from soloist.bench.local import Rung, measure, measure_ladder, run_request
+from soloist.bench.report import make_result
+from soloist.bench.steps import StepFigures
 from soloist.bench.workloads import BenchPrompt, Workload
 from soloist.engine import Engine
+from soloist.errors import UsageError
 from soloist.llm import LLM
 from soloist.models import load_model
 from soloist.prefix import PrefixStore
 from soloist.roofline import Footprint, Reads, WeightPart
 from soloist.runtime.runner import ModelRunner
+from soloist.spec import make_drafter
 from soloist.spec.draft_model import DraftModel
 from soloist.spec.drafter import Drafter
 from soloist.spec.ngram import PromptLookup
+from soloist.spec.setup import DrafterSetup
 from tests.miniature import miniature_config
 from tests.scripted import Script
 
@@ -24,7 +31,7 @@ GROUPS = [[3], [4, 5, 6], [7], [8, 9], [1, 2, 3, 4]]
 
 
 def workload(max_tokens: int) -> Workload:
-    return Workload(name="test", prompts=(PROMPT,), max_tokens=max_tokens, ignore_eos=True)
+    return Workload(name="test", prompts=(PROMPT,), max_tokens=max_tokens, ignore_eos=True, run=123456)
 
 
 def scripted(groups: list[list[int]] = GROUPS) -> LLM:
@@ -124,13 +131,72 @@ def test_a_measurement_knows_its_floor_and_keeps_cold_and_warm_apart(monkeypatch
     assert m.warm.num_requests == 3 and m.cold.completion_tokens == 11
     assert m.warm.acceptance_length == pytest.approx(11 / 5)
     # Rows: 6 drafts in 5 steps, and a pending token in each; the middle of the answer lies 5 tokens behind the prompt.
-    assert (m.floor.width, m.floor.context_len) == (2, 8 + 5)
-    assert m.floor.step_bytes == 20 + 2 * 8 + 13 * 4
-    assert m.floor.step_ms == pytest.approx(88 / 100 / 1e6)
+    assert (m.floor.width, m.floor.context_len) == (2, 9 + 5)
+    assert m.floor.step_bytes == 20 + 2 * 8 + 14 * 4
+    assert m.floor.step_ms == pytest.approx(92 / 100 / 1e6)
+    assert m.step_ms == m.warm.chunk_gap_ms
     assert m.floor.share == pytest.approx(m.floor.step_ms / m.warm.chunk_gap_ms.median)
     assert m.memory.cache_bytes == llm.max_context_len * 4 + 8
     assert m.memory.peak_bytes > 2**26
     assert m.num_threads == torch.get_num_threads() and m.gpus == []
+
+
+def test_steps_by_the_gpus_clock_go_before_gaps_of_chunks(monkeypatch: pytest.MonkeyPatch):
+    """A GPU that runs ahead gives its records in bunches: gaps between them are no steps."""
+    figures = StepFigures(
+        step_ms=spread([2.0, 2.0, 2.5]),
+        step_ms_range=(2.0, 2.5),
+        tpot_ms=2.0,
+        acceptance_length=1.0,
+        mean_width=3.9,
+        launches_per_step=180,
+        programmatic_edges=172,
+        idle_share=0.0,
+        gap_share=0.0,
+        host_us_per_step=41.0,
+        syncs_per_step=0,
+    )
+    monkeypatch.setattr(local, "measure_bandwidth", lambda device: 100.0)
+    monkeypatch.setattr(local, "_steps", lambda llm, warm: figures)
+    m = measure(scripted(), workload(11), repeats=1)
+    assert m.step_ms == figures.step_ms and (m.floor.width, m.floor.context_len) == (4, 9)
+    assert m.floor.share == pytest.approx(m.floor.step_ms / 2.0)
+    result = make_result(workload(11), [m], case="c", command="x", weights="random")
+    assert result.step_ms_median == 2.0 and result.share_of_floor == m.floor.share
+    # Without them the whole answer's time is divided by its steps.
+    floor = local._floor(scripted(), m.warm, None, None)
+    assert floor.share == pytest.approx(floor.step_ms / (m.warm.tpot_ms.mean * 11 / 5))
+
+
+def test_a_floor_counts_what_is_read_to_draft(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(local, "measure_bandwidth", lambda device: 100.0)
+    llm = scripted()
+    monkeypatch.setattr(llm.engine.drafter, "read_bytes", lambda width, context_len: 1000 * width + context_len)
+    m = measure(llm, workload(11), repeats=1)
+    assert m.floor.step_bytes == 20 + 2 * 8 + 14 * 4 + 2014
+    assert m.floor.step_ms == pytest.approx(m.floor.step_bytes / 100 / 1e6)
+
+
+def test_drafters_know_what_they_read():
+    config = miniature_config("bailing_moe_v3")
+    target = load_model(config, dtype=torch.float32, weights="random")
+    setup = DrafterSetup(target=target, max_context_len=100, num_tokens=131, max_width=4)
+    lookup, mtp = make_drafter("ngram", setup), make_drafter("mtp", setup)
+    assert lookup.read_bytes(4, 50) == mtp.read_bytes(1, 50) == 0
+    head_bytes = target.lm_head.numel() * 4
+    one, rows = (mtp.footprint.step_bytes(width, 50).total for width in (1, 4))
+    assert mtp.read_bytes(4, 50) == 2 * one + rows + 3 * head_bytes and rows > one > 0
+    # A layer of its own, with the few experts that are counted.
+    counted = mtp.read_bytes(4, 50, distinct_experts=1.0)
+    assert 0 < counted < mtp.read_bytes(4, 50)
+    model = load_model(miniature_config("llama"), dtype=torch.float32, weights="random")
+    twin = DraftModel(model, max_context_len=120, num_tokens=100, max_drafts=3)
+    assert twin.read_bytes(4, 50) == 3 * model.footprint.step_bytes(1, 50).total
+
+
+def test_an_answer_without_a_second_token_is_refused():
+    with pytest.raises(UsageError, match="a time per token needs two"):
+        run_request(scripted([[3]]), PROMPT, workload(1))
 
 
 def test_a_ladder_measures_rung_by_rung_with_one_workload(monkeypatch: pytest.MonkeyPatch):

@@ -94,7 +94,7 @@ CHAT = BenchPrompt(text="Why?", is_chat=True)
 
 
 def workload(*prompts: BenchPrompt) -> Workload:
-    return Workload(name="test", prompts=prompts, max_tokens=5, ignore_eos=True)
+    return Workload(name="test", prompts=prompts, max_tokens=5, ignore_eos=True, run=123456)
 
 
 def test_tokens_come_from_the_usage_and_gaps_from_chunks(fake: FakeServer):
@@ -113,8 +113,9 @@ def test_the_same_prompts_go_over_in_the_same_order(fake: FakeServer):
         *["/v1/completions", "/v1/chat/completions"] * 2,
     ]
     sent = [r["prompt"] if "prompt" in r else r["messages"][0]["content"] for r in fake.requests]
-    expected = [TEXT.variant(0), TEXT.variant(1), CHAT.variant(1), TEXT.variant(2), CHAT.variant(2)]
-    assert sent == [prompt.text for prompt in expected]
+    repeats = [*workload(TEXT).repeat(0), *workload(TEXT, CHAT).repeat(1), *workload(TEXT, CHAT).repeat(2)]
+    assert sent == [prompt.text for prompt in repeats]
+    assert sent[0] == "123456 First. Once upon" and sent[4] == "123456 Third. Why?"
     for request in fake.requests:
         assert request["model"] == "their-model" and request["temperature"] == 0 and request["max_tokens"] == 5
         assert request["stream_options"] == {"include_usage": True} and request["ignore_eos"]

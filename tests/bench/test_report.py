@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from soloist.bench.chart import Bar, ladder_svg
-from soloist.bench.report import bars_of, compared
+from soloist.bench.report import bars_of, compare_in_words, compared, read_result
 from soloist.bench.results import Peer, Result, commit, machine_folder, write_result
 from soloist.cli import main
 from soloist.errors import UsageError
@@ -84,6 +84,42 @@ def test_comparing_says_by_how_much_the_second_is_better():
     assert rows == {"tpot_ms_mean": [2.0, 1.0, 2.0], "decode_tok_per_s": [10.0, 30.0, 3.0]}
     with pytest.raises(UsageError, match="no figure in common"):
         compared({"tpot_ms_mean": 2.0}, {"ttft_ms": 1.0})
+
+
+def test_what_two_results_do_not_share_is_said():
+    one = {"model": "m", "width": 1, "tpot_ms_mean": 2.0, "details": {"workload": "looping", "weights_dtype": None}}
+    other = {"model": "m", "width": 9, "tpot_ms_mean": 1.0, "details": {"workload": "chat", "weights_dtype": "int4"}}
+    text = compare_in_words(one, other | {"acceptance_simulated": True})
+    notes = [line for line in text.splitlines() if line.startswith("note")]
+    assert notes == [
+        "note: width differs: 1 and 9",
+        "note: acceptance_simulated differs: None and True",
+        "note: workload differs: looping and chat",
+        "note: weights_dtype differs: None and int4",
+    ]
+
+
+@pytest.mark.parametrize("content", [{"case": "kernels", "rows": []}, {"case": "x", "schema": 2}, {"schema": 1}, []])
+def test_a_file_of_another_form_is_no_result(tmp_path: Path, content):
+    path = tmp_path / "kernels.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(UsageError, match="is no result of schema 1"):
+        read_result(path)
+
+
+def test_a_result_without_a_time_per_token_is_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = write_result(result(tpot_ms_median=0.9), tmp_path)
+    with pytest.raises(UsageError, match="has no tpot_ms_mean"):
+        bars_of(read_result(path))
+    chart = tmp_path / "x.svg"
+    assert main(["bench", "--compare", str(path), str(path), "--chart", str(chart)]) == 2
+    assert "cannot be drawn" in capsys.readouterr().err and not chart.exists()
+
+
+def test_a_chart_that_cannot_be_written_costs_no_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for chart in (tmp_path / "none" / "x.svg", tmp_path):
+        assert main(["bench", "-m", "no-such-model", "--chart", str(chart)]) == 2
+        assert "cannot be written: give a file in a folder that is there" in capsys.readouterr().err
 
 
 def test_the_chart_is_valid_and_to_scale():

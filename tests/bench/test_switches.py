@@ -33,12 +33,69 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
         (["--run-ahead", "2", "--device", "cuda"], "need captured steps: add --graph"),
         (["--device-loop", "--device", "cuda"], "need captured steps: add --graph"),
         (["--graph", "--device-loop", "--run-ahead", "2", "--device", "cuda"], "leave --run-ahead out"),
-        (["--ladder", "--adaptive-width", "--device", "cuda"], "need --draft"),
+        (["--ladder", "--adaptive-width", "--device", "cuda"], "needs --draft"),
     ],
 )
 def test_what_does_not_go_together_is_refused(tiny: str, words: list[str], message: str, capsys):
     assert main(["bench", "-m", tiny, *BENCH, *words]) == 2
     assert message in " ".join(capsys.readouterr()[1].split())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--workload", "chat"],
+        ["--input-tokens", "9"],
+        ["--output-tokens", "9"],
+        ["--repeats", "2"],
+        ["--draft", "ngram"],
+        ["--simulate-acceptance", "2"],
+        ["--ladder"],
+        ["--graph"],
+        ["--run-ahead", "1"],
+        ["--pdl"],
+        ["--fused-moe"],
+        ["--bf16-head"],
+        ["--device-loop"],
+        ["--dtype", "float32"],
+        ["--weights", "random"],
+        ["--weights-dtype", "int4"],
+        ["--tensor-parallel-size", "4"],
+        ["--threads", "1"],
+        ["--against", "http://x"],
+        ["--against-model", "x"],
+        ["--against-key", "x"],
+        # A value that is the default as well was typed.
+        ["--repeats", "3"],
+    ],
+    ids=" ".join,
+)
+def test_what_would_do_nothing_beside_another_mode_is_refused(words: list[str], capsys):
+    for mode in (["--floor", "--bandwidth", "20"], ["--compare", "a.json", "b.json"]):
+        assert main(["bench", *mode, *words]) == 2
+        assert f"{mode[0]} takes no {words[0]}; it takes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--compare", "a.json", "b.json", "-m", "x"], "--compare takes no --model; it takes --chart, --json, --debug"),
+        (["--compare", "a.json", "b.json", "--floor"], "--compare takes no --floor"),
+        (["--floor", "--chart", "x.svg"], "--floor takes no --chart"),
+        (["--gpus", "1"], "--gpus needs --floor"),
+        (["--bandwidth", "9", "--draft-gb", "0"], "--bandwidth and --draft-gb need --floor"),
+        (["--against-model", "x", "--against-key", "y"], "--against-model and --against-key need --against"),
+        (["--draft-width", "3"], "--draft-width needs --draft"),
+    ],
+)
+def test_what_needs_another_option_is_refused_without_it(words: list[str], message: str, capsys):
+    assert main(["bench", *words]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_key_of_the_environment_is_none_that_was_typed(monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    assert main(["bench", "--floor", "-m", "qwen2.5-coder-0.5b-instruct", "--bandwidth", "20", "--json"]) == 0
 
 
 @pytest.fixture
@@ -85,6 +142,8 @@ def test_a_gpus_steps_are_said_in_words_and_in_the_result(tiny: str, monkeypatch
     result = json.loads(out)
     assert [result[key] for key in ("launches_per_step", "idle_share", "gap_share")] == [180, 0.002, 0.004]
     assert result["host_us_per_step"] == 41.0 and result["syncs_per_step"] == 0
+    assert result["step_ms_median"] == 1.25
+    assert result["share_of_floor"] == pytest.approx(result["floor_step_ms"] / 1.25)
     words = " ".join(err.split())
     assert "steps 1.250 ms by the GPU's clock, 180 launches; idle between steps 0.2%, within 0.4%" in words
 

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from soloist.bench.workloads import NAMES, make_workload
+from soloist.bench.workloads import NAMES, draw_run, make_workload
 from soloist.errors import UsageError
+
+RUN = 271828
 
 
 def count(text: str) -> int:
@@ -15,34 +17,46 @@ def count(text: str) -> int:
 
 
 def make(name: str, input_tokens: int | None = None):
-    return make_workload(name, input_tokens=input_tokens, output_tokens=16, count_tokens=count)
+    return make_workload(name, input_tokens=input_tokens, output_tokens=16, count_tokens=count, run=RUN)
 
 
 @pytest.mark.parametrize("num_tokens", [10, 128, 1000, 8192])
 def test_the_looping_prompt_is_as_long_as_asked_for_and_repeats_itself(num_tokens: int):
-    (prompt,) = make("looping", num_tokens).prompts
-    assert num_tokens - 6 <= count(prompt.variant(0).text) <= num_tokens + 2
+    (prompt,) = make("looping", num_tokens).repeat(0)
+    assert num_tokens - 3 <= count(prompt.text) <= num_tokens + 2
     assert not prompt.is_chat
     if num_tokens >= 1000:
         assert prompt.text.count("lighthouse while the street lamps") >= num_tokens // 130
 
 
 def test_a_model_without_tokenizer_counts_words():
-    workload = make_workload("looping", input_tokens=50, output_tokens=4, count_tokens=None)
-    assert len(workload.prompts[0].text.split()) == 48
+    workload = make_workload("looping", input_tokens=50, output_tokens=4, count_tokens=None, run=RUN)
+    assert len(workload.repeat(0)[0].text.split()) == 50
 
 
-def test_variants_differ_from_the_first_word_and_are_equally_long():
-    (prompt,) = make("looping", 200).prompts
-    texts = [prompt.variant(i).text for i in range(6)]
-    assert len({text.split()[0] for text in texts}) == 6
-    assert max(map(count, texts)) - min(map(count, texts)) <= 1
+def test_no_repeat_begins_as_another_one_and_all_are_equally_long():
+    workload = make("looping", 200)
+    texts = [workload.repeat(i)[0].text for i in range(25)]
+    assert len({tuple(text.split()[:2]) for text in texts}) == 25
+    assert max(map(count, texts)) - min(map(count, texts)) <= 2
+
+
+def test_another_run_begins_otherwise_so_that_no_server_has_read_its_prompts():
+    runs = [draw_run() for _ in range(20)]
+    assert len(set(runs)) > 15 and all(len(str(run + 99_999)) == 6 for run in runs)
+    texts = [
+        make_workload("chat", input_tokens=None, output_tokens=16, count_tokens=count, run=run).repeat(1)[0].text
+        for run in (123456, 123457)
+    ]
+    assert texts[0].startswith("123456 Second. Why is") and texts[1].startswith("123457 Second. Why is")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_workload_has_prompts_and_asks_for_as_much_as_told(name: str):
     workload = make(name)
-    assert workload.prompts and workload.max_tokens == 16 and workload.ignore_eos
+    assert workload.prompts and workload.max_tokens == 16
+    # What a model says behind its end is mostly repetition, which looks good for drafts.
+    assert workload.ignore_eos == (name == "looping")
     assert all(prompt.is_chat == (name in ("chat", "edit")) for prompt in workload.prompts)
 
 

@@ -30,6 +30,12 @@ class FloorSettings:
     draft_bytes: float = 0.0
     # Experts read per layer by width, measured. Empty: uniform routing.
     distinct_experts: Mapping[int, float] = field(default_factory=dict)
+    # Why this engine does not run the model on so many GPUs; None: it does.
+    refusal: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.context_len < 0:
+            raise UsageError(f"--context is {self.context_len}; allowed: 0 and more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +155,8 @@ def read_distinct_experts(path: Path) -> dict[int, float]:
         return {int(width): float(experts) for width, experts in by_width.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"{path} has no distinct_experts_by_width ({type(error).__name__}: {error}); a result file of a run has it"
+            f"{path} has no distinct_experts_by_width ({type(error).__name__}: {error}); benchmarks/decode_gpu.py and"
+            " decode_tp_gpu.py write it for models with experts"
         ) from None
 
 
@@ -164,6 +171,7 @@ def in_words(table: FloorTable) -> str:
         f"{s.bandwidth_gb_per_s:.0f} GB/s ({how}), {s.context_len} tokens of context,"
         f" {table.num_all_reduces} all-reduces per step of {s.all_reduce_us:g} us",
         f"drafting reads {s.draft_bytes / 1e9:.3f} GB per step and GPU" if s.draft_bytes else "drafting is not priced",
+        *([] if s.refusal is None else [f"note: priced, but this engine refuses it: {s.refusal}"]),
         "",
         f"{'part':<28} {'GB':>9} {'GB per token':>13}",
     ]
@@ -195,6 +203,7 @@ def as_json(table: FloorTable) -> dict[str, Any]:
         "schema": 1,
         "model": table.model,
         "num_gpus": s.num_gpus,
+        "refusal": s.refusal,
         "bandwidth_gb_per_s": s.bandwidth_gb_per_s,
         "bandwidth_is_measured": s.is_measured,
         "context_len": s.context_len,

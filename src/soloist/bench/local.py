@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from soloist.answer import Stream
-from soloist.bench.figures import RequestFigures, Summary, summarise
+from soloist.bench.figures import RequestFigures, Spread, Summary, summarise
 from soloist.bench.results import device_name, gpu_state
 from soloist.bench.steps import StepFigures, has_room, measure_steps
 from soloist.bench.workloads import BenchPrompt, Workload
+from soloist.errors import UsageError
 from soloist.llm import LLM
 from soloist.roofline import measure_bandwidth
 from soloist.sampling_params import SamplingParams
@@ -28,7 +29,7 @@ class Floor:
     bandwidth_gb_per_s: float
     step_bytes: float
     step_ms: float
-    # Of the measured step.
+    # Of the measured step: by the GPU's clock, on a CPU between chunks, else by the mean over whole answers.
     share: float
     # Positions in the cache, and rows of a step, both means.
     context_len: int
@@ -66,6 +67,8 @@ class Measurement:
     floor: Floor
     # By the GPU's clock; None on a CPU, with several ranks, and where the context has no room for them.
     steps: StepFigures | None
+    # From step to step; None on a GPU without `steps`: what it runs ahead reaches the host in bunches.
+    step_ms: Spread | None
     memory: Memory
     # Clocks, power and temperature behind the last request.
     gpus: list[dict[str, str]]
@@ -80,7 +83,11 @@ class Rung:
 
 
 def run_request(llm: LLM, prompt: BenchPrompt, workload: Workload) -> RequestFigures:
-    """Answer one prompt under a stopwatch; what the engine kept of earlier prompts is forgotten first."""
+    """Answer one prompt under a stopwatch; what the engine kept of earlier prompts is forgotten first.
+
+    Raises:
+        UsageError: the model ends the answer before its second token.
+    """
     if llm.engine.prefixes is not None:
         llm.engine.prefixes.clear()
     params = SamplingParams(max_tokens=workload.max_tokens, ignore_eos=workload.ignore_eos)
@@ -93,6 +100,11 @@ def run_request(llm: LLM, prompt: BenchPrompt, workload: Workload) -> RequestFig
         if delta.token_ids or delta.text:
             arrivals_s.append(now_s)
     stats = stream.stats
+    if stats.completion_tokens < 2:
+        raise UsageError(
+            f"an answer of {stats.completion_tokens} token to a prompt of {workload.name}: a time per token needs two;"
+            " choose another workload"
+        )
     return RequestFigures(
         prompt_tokens=stats.prompt_tokens,
         cached_tokens=stats.cached_tokens,
@@ -128,11 +140,15 @@ def measure(llm: LLM, workload: Workload, *, repeats: int, name: str = "") -> Me
     device = llm.engine.runner.model.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    cold = run_request(llm, workload.prompts[0].variant(0), workload)
+    cold = run_request(llm, workload.repeat(0)[0], workload)
     warm = summarise(
-        [[run_request(llm, prompt.variant(i + 1), workload) for prompt in workload.prompts] for i in range(repeats)]
+        [[run_request(llm, prompt, workload) for prompt in workload.repeat(i + 1)] for i in range(repeats)]
     )
     gpus = gpu_state() if device.type == "cuda" else []
+    steps = _steps(llm, warm)
+    step_ms = warm.chunk_gap_ms if device.type == "cpu" else None
+    if steps is not None:
+        step_ms = steps.step_ms
     return Measurement(
         name=name,
         model=llm.name,
@@ -144,25 +160,30 @@ def measure(llm: LLM, workload: Workload, *, repeats: int, name: str = "") -> Me
         num_ranks=llm.engine.runner.model.group.size,
         cold=cold,
         warm=warm,
-        floor=_floor(llm, warm),
-        steps=_steps(llm, warm),
+        floor=_floor(llm, warm, steps, step_ms),
+        steps=steps,
+        step_ms=step_ms,
         memory=_memory(llm),
         gpus=gpus,
     )
 
 
-def _floor(llm: LLM, warm: Summary) -> Floor:
+def _floor(llm: LLM, warm: Summary, steps: StepFigures | None, step_ms: Spread | None) -> Floor:
+    """Price the steps that were measured: those by the GPU's clock begin behind the prompt."""
     model = llm.engine.runner.model
     bandwidth = measure_bandwidth(model.device)
-    width = round(warm.mean_width or 1)
-    context_len = warm.prompt_tokens + warm.completion_tokens // 2
-    step_bytes = model.footprint.step_bytes(width, context_len).total
-    floor_ms = model.footprint.step_floor_ms(width, context_len, bandwidth_gb_per_s=bandwidth)
+    width, context_len = round(warm.mean_width or 1), warm.prompt_tokens + warm.completion_tokens // 2
+    if steps is not None:
+        width, context_len = round(steps.mean_width), warm.prompt_tokens
+    draft_bytes = llm.engine.drafter.read_bytes(width, context_len)
+    step_bytes = model.footprint.step_bytes(width, context_len).total + draft_bytes
+    floor_ms = model.footprint.step_floor_ms(width, context_len, bandwidth_gb_per_s=bandwidth, draft_bytes=draft_bytes)
+    took_ms = warm.tpot_ms.mean * (warm.acceptance_length or 1) if step_ms is None else step_ms.median
     return Floor(
         bandwidth_gb_per_s=bandwidth,
         step_bytes=step_bytes,
         step_ms=floor_ms,
-        share=floor_ms / warm.chunk_gap_ms.median,
+        share=floor_ms / took_ms,
         context_len=context_len,
         width=width,
     )

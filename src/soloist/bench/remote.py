@@ -235,10 +235,8 @@ def _text(choice: dict[str, Any]) -> str:
 
 def measure_remote(server: Server, workload: Workload, *, repeats: int) -> RemoteMeasurement:
     """Send a server the prompts that `local.measure` ran, in the same order."""
-    server.run_request(workload.prompts[0].variant(0), workload)
-    runs = [
-        [server.run_request(prompt.variant(i + 1), workload) for prompt in workload.prompts] for i in range(repeats)
-    ]
+    server.run_request(workload.repeat(0)[0], workload)
+    runs = [[server.run_request(prompt, workload) for prompt in workload.repeat(i + 1)] for i in range(repeats)]
     return RemoteMeasurement(
         url=server.url,
         model=server.model,

@@ -11,7 +11,7 @@ from soloist.bench.figures import FELT_TOKENS, RequestFigures, Summary
 from soloist.bench.ladder import step_fields
 from soloist.bench.local import Measurement
 from soloist.bench.remote import RemoteMeasurement
-from soloist.bench.results import Peer, Result
+from soloist.bench.results import SCHEMA, Peer, Result
 from soloist.bench.steps import StepFigures
 from soloist.bench.workloads import Workload
 from soloist.errors import UsageError
@@ -31,8 +31,11 @@ _COMPARED = {
     "share_of_floor": True,
     "peak_memory_bytes": False,
 }
-# What two results must share to be compared.
-_SAME = ("model", "device", "weights", "dtype", "context_len", "tensor_parallel_size")
+# What two results must share to be compared, at the top and in their details.
+_SAME = (
+    *("model", "device", "weights", "dtype", "context_len", "tensor_parallel_size", "width", "acceptance_simulated"),
+    *("workload", "input_tokens", "output_tokens", "num_threads", "weights_dtype"),
+)
 
 
 def in_words(workload: Workload, measurements: Sequence[Measurement]) -> str:
@@ -142,6 +145,7 @@ def make_result(
     case: str,
     command: str,
     weights: Literal["real", "random"],
+    weights_dtype: str | None = None,
     remote: RemoteMeasurement | None = None,
 ) -> Result:
     """Put a run into the form that all results share: the last rung's figures, with every rung in `rungs`."""
@@ -149,9 +153,11 @@ def make_result(
     peers: tuple[Peer, ...] = ()
     details: dict[str, Any] = {
         "workload": workload.name,
+        "run": workload.run,
         "input_tokens": last.warm.prompt_tokens,
         "output_tokens": last.warm.completion_tokens,
         "num_threads": last.num_threads,
+        "weights_dtype": weights_dtype,
         "cold": {"ttft_ms": 1e3 * last.cold.ttft_s, "tpot_ms": last.cold.tpot_ms},
         "decode_tok_per_s_range": last.warm.decode_tok_per_s_range,
         "num_requests": last.warm.num_requests,
@@ -194,9 +200,9 @@ def _result(m: Measurement, case: str, command: str, weights: Literal["real", "r
         tpot_ms_median=w.tpot_ms.median,
         tpot_ms_p10=w.tpot_ms.p10,
         tpot_ms_p90=w.tpot_ms.p90,
-        step_ms_median=w.chunk_gap_ms.median,
-        step_ms_p10=w.chunk_gap_ms.p10,
-        step_ms_p90=w.chunk_gap_ms.p90,
+        step_ms_median=None if m.step_ms is None else m.step_ms.median,
+        step_ms_p10=None if m.step_ms is None else m.step_ms.p10,
+        step_ms_p90=None if m.step_ms is None else m.step_ms.p90,
         output_tok_per_s=w.output_tok_per_s,
         decode_tok_per_s=w.decode_tok_per_s,
         bandwidth_gb_per_s=m.floor.bandwidth_gb_per_s,
@@ -222,8 +228,11 @@ def read_result(path: Path) -> dict[str, Any]:
         result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read as a result ({error})") from None
-    if not isinstance(result, dict) or "case" not in result:
-        raise UsageError(f"{path} is no result: allowed is what `soloist bench --json` writes")
+    if not isinstance(result, dict) or "case" not in result or result.get("schema") != SCHEMA:
+        raise UsageError(
+            f"{path} is no result of schema {SCHEMA}: allowed is what `soloist bench --json` prints, and files with"
+            " that schema under benchmarks/results"
+        )
     return result
 
 
@@ -248,16 +257,21 @@ def compare_in_words(first: dict[str, Any], second: dict[str, Any]) -> str:
     lines = [f"{'':<20} {'A':>14} {'B':>14} {'B better by':>12}"]
     lines += [f"{name:<20} {a:>14.4g} {b:>14.4g} {r:>12.3f}" for name, (a, b, r) in compared(first, second).items()]
     for name in _SAME:
-        if first.get(name) != second.get(name):
-            lines.append(f"note: {name} differs: {first.get(name)} and {second.get(name)}")
+        a, b = (result.get(name, result.get("details", {}).get(name)) for result in (first, second))
+        if a != b:
+            lines.append(f"note: {name} differs: {a} and {b}")
     for letter, result in (("A", first), ("B", second)):
         lines.append(f"{letter}: {result.get('date')}, commit {result.get('commit')}, {result.get('command')}")
     return "\n".join(lines)
 
 
 def bars_of(result: dict[str, Any]) -> list[Bar]:
-    """Give a chart's bars for a result: its rungs, or itself."""
-    return [
+    """Give a chart's bars for a result: its rungs, or itself.
+
+    Raises:
+        UsageError: it has no time per token.
+    """
+    bars = [
         Bar(
             name=rung["case"],
             tpot_ms=rung["tpot_ms_mean"],
@@ -266,6 +280,9 @@ def bars_of(result: dict[str, Any]) -> list[Bar]:
         for rung in result.get("rungs") or [result]
         if rung.get("tpot_ms_mean")
     ]
+    if not bars:
+        raise UsageError(f"{result['case']} cannot be drawn: it has no tpot_ms_mean")
+    return bars
 
 
 def _floor_tpot_ms(rung: dict[str, Any]) -> float | None:

@@ -1,10 +1,11 @@
 """What is asked: the prompts of a benchmark, the same for every engine.
 
-Every repeat gets its own variant of a prompt, which differs in its first words: an engine that keeps what it has read
-would else read nothing the second time and look several times too fast.
+Every repeat of every run gets its own variant of a prompt, which differs in its first words: an engine that keeps what
+it has read would else read nothing the second time and look several times too fast.
 """
 
 import json
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,9 +91,10 @@ class BenchPrompt:
     text: str
     is_chat: bool
 
-    def variant(self, i: int) -> "BenchPrompt":
-        """Give the prompt of repeat i: as long, but different from its first words on."""
-        return BenchPrompt(text=f"{_ORDINALS[i % len(_ORDINALS)]}. {self.text}", is_chat=self.is_chat)
+
+def draw_run() -> int:
+    """Draw the number of a run: six digits, which are as many tokens whatever they are."""
+    return random.SystemRandom().randrange(100_000, 900_000)
 
 
 # One token each in most vocabularies.
@@ -108,10 +110,21 @@ class Workload:
     max_tokens: int
     # Whether an answer goes on behind its end, so that it has exactly `max_tokens`.
     ignore_eos: bool
+    # See `draw_run`: a server has not read the prompts of another run.
+    run: int
+
+    def repeat(self, i: int) -> tuple[BenchPrompt, ...]:
+        """Give the prompts of repeat i: as long, but different from their first words on."""
+        words = _first_words(self.run, i)
+        return tuple(BenchPrompt(text=words + prompt.text, is_chat=prompt.is_chat) for prompt in self.prompts)
+
+
+def _first_words(run: int, i: int) -> str:
+    return f"{run + i // len(_ORDINALS)} {_ORDINALS[i % len(_ORDINALS)]}. "
 
 
 def make_workload(
-    name: str, *, input_tokens: int | None, output_tokens: int, count_tokens: CountTokens | None
+    name: str, *, input_tokens: int | None, output_tokens: int, count_tokens: CountTokens | None, run: int
 ) -> Workload:
     """Make one of `NAMES`, or one of a file.
 
@@ -120,15 +133,18 @@ def make_workload(
         input_tokens: length of the prompt of `looping`; None for the others.
         output_tokens: most tokens of an answer.
         count_tokens: counts tokens of a text. None: the model has no tokenizer, and a word counts as a token.
+        run: number of this run, of `draw_run`.
 
     Raises:
         UsageError: there is no such workload, or `input_tokens` does not fit it.
     """
     prompts: tuple[BenchPrompt, ...]
     if name == "looping":
-        text = _looping_text(input_tokens or INPUT_TOKENS, count_tokens or (lambda text: len(text.split())))
+        count = count_tokens or (lambda text: len(text.split()))
+        text = _looping_text((input_tokens or INPUT_TOKENS) - count(_first_words(run, 0)), count)
         prompts = (BenchPrompt(text=text, is_chat=False),)
-        return Workload(name=name, prompts=prompts, max_tokens=output_tokens, ignore_eos=True)
+        # It has no end that a model could find.
+        return Workload(name=name, prompts=prompts, max_tokens=output_tokens, ignore_eos=True, run=run)
     if input_tokens is not None:
         raise UsageError(f"--input-tokens is for the workload looping; the prompts of {name} are as long as they are")
     if name == "code":
@@ -141,17 +157,17 @@ def make_workload(
     else:
         prompts = _read_prompts(Path(name))
         name = Path(name).name
-    return Workload(name=name, prompts=prompts, max_tokens=output_tokens, ignore_eos=True)
+    return Workload(name=name, prompts=prompts, max_tokens=output_tokens, ignore_eos=False, run=run)
 
 
 def _looping_text(num_tokens: int, count_tokens: CountTokens) -> str:
-    """Repeat a passage until it has `num_tokens` tokens, to the word; room is left for a variant's first words."""
+    """Repeat a passage until it has `num_tokens` tokens, to the word; at least one word."""
     words = _PASSAGE.split(" ")
     per_word = count_tokens(_PASSAGE * 4) / (4 * len(words))
     low, high = 1, max(2, int(2 * num_tokens / per_word))
     while low < high:
         middle = (low + high + 1) // 2
-        if count_tokens(_words(words, middle)) <= num_tokens - 2:
+        if count_tokens(_words(words, middle)) <= num_tokens:
             low = middle
         else:
             high = middle - 1

@@ -1,6 +1,7 @@
 """`soloist bench`: how fast this machine answers, against its floor and against other engines."""
 
 import json
+import os
 import shlex
 import sys
 from functools import partial
@@ -17,6 +18,7 @@ from soloist.errors import UsageError
 if TYPE_CHECKING:
     from soloist.bench.workloads import Workload
     from soloist.llm import LLM
+    from soloist.models.causal_lm import CausalLM, ModelConfig
     from soloist.roofline import Footprint
     from soloist.runtime.graph import Execution
 
@@ -26,9 +28,23 @@ _ALONE = "one alone"
 _ROOM = 1.2
 # With the first of them, those that are not typed are off.
 _SWITCH = "A switch of a GPU's steps."
+# What can be typed beside the options that do something else than to measure, by the names of the parameters.
+_ALWAYS = {"as_json", "debug"}
+_OF_FLOOR = {"gpus", "bandwidth", "all_reduce_us", "draft_gb", "experts"}
+_ALLOWED = {
+    "compare": {"chart"} | _ALWAYS,
+    "floor": {"model", "context", "device"} | _OF_FLOOR | _ALWAYS,
+}
+# What needs another option.
+_NEEDED = {
+    "floor": _OF_FLOOR,
+    "draft": {"draft_width", "draft_weights_dtype", "adaptive_width", "simulate_acceptance"},
+    "against": {"against_model", "against_key"},
+}
 
 
 def bench(
+    words: typer.Context,
     model: options.Model = None,
     workload: Annotated[
         str,
@@ -104,7 +120,11 @@ def bench(
     ] = 0.0,
     experts: Annotated[
         Path | None,
-        typer.Option("--experts", help="With --floor: a result file with measured experts by width.", metavar="FILE"),
+        typer.Option(
+            "--experts",
+            help="With --floor: a result file of benchmarks/decode_gpu.py, with experts by width.",
+            metavar="FILE",
+        ),
     ] = None,
     compare: Annotated[
         tuple[Path, Path] | None,
@@ -122,21 +142,16 @@ def bench(
     that share a model are held to one, if it fits there. Nothing that was read before is used again. A GPU's steps have
     all their switches on, but --device-loop; with one of them typed, only those that are.
     """
+    _refuse_idle_options(words)
+    if chart is not None:
+        # Before anything is measured, that would be lost.
+        _check_writable(chart)
     if compare is not None:
         _compare(compare, chart, as_json=as_json)
         return
     if floor:
-        if chart is not None or against is not None:
-            raise UsageError("--floor measures nothing: it takes neither --chart nor --against")
         _floor(model, gpus, bandwidth, context, all_reduce_us, draft_gb, experts, device, as_json=as_json)
         return
-    if gpus != 1 or bandwidth is not None or all_reduce_us or draft_gb or experts is not None:
-        raise UsageError("--gpus, --bandwidth, --all-reduce-us, --draft-gb and --experts are for --floor")
-
-    if draft is None and (draft_width or draft_weights_dtype or adaptive_width or simulate_acceptance):
-        raise UsageError(
-            "--draft-width, --draft-weights-dtype, --adaptive-width and --simulate-acceptance need --draft"
-        )
 
     from soloist.bench.chart import ladder_svg
     from soloist.bench.ladder import RungSettings
@@ -213,18 +228,48 @@ def bench(
         case=f"{measurements[-1].model}-{made[0].name}",
         command=shlex.join(["soloist", *sys.argv[1:]]),
         weights="real" if weights == "file" else "random",
+        weights_dtype=weights_dtype,
         remote=remote,
     ).to_json()
-    if chart is not None:
-        chart.write_text(ladder_svg(f"{result['model']}, {made[0].name}", bars_of(result)), encoding="utf-8")
-    words = in_words(made[0], measurements)
+    text = in_words(made[0], measurements)
     if remote is not None:
-        words += "\n\n" + against_in_words(measurements[-1], remote)
+        text += "\n\n" + against_in_words(measurements[-1], remote)
     if as_json:
-        print_dim(words)
+        print_dim(text)
         print(json.dumps(result, ensure_ascii=False))
     else:
-        print(words)
+        print(text)
+    if chart is not None:
+        chart.write_text(ladder_svg(f"{result['model']}, {made[0].name}", bars_of(result)), encoding="utf-8")
+
+
+def _refuse_idle_options(words: typer.Context) -> None:
+    """Refuse what was typed and would do nothing.
+
+    Raises:
+        UsageError: it names what was typed, and what it goes with.
+    """
+    names = {param.name: next(name for name in param.opts if name.startswith("--")) for param in words.command.params}
+    # Not what the environment holds, as a key for every server.
+    typed = [name for name in names if getattr(words.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+    for mode, allowed in _ALLOWED.items():
+        if mode in typed and (idle := [names[name] for name in typed if name not in {mode} | allowed]):
+            can = ", ".join(names[name] for name in names if name in allowed)
+            raise UsageError(f"{names[mode]} takes no {', '.join(idle)}; it takes {can}")
+    for needed, options_of in _NEEDED.items():
+        if needed not in typed and (idle := [names[name] for name in typed if name in options_of]):
+            raise UsageError(f"{' and '.join(idle)} need{'s' * (len(idle) == 1)} {names[needed]}")
+
+
+def _check_writable(chart: Path) -> None:
+    """Refuse a file that could not be written.
+
+    Raises:
+        UsageError: its folder is not there or takes none.
+    """
+    folder = chart.absolute().parent
+    if chart.is_dir() or not folder.is_dir() or not os.access(chart if chart.exists() else folder, os.W_OK):
+        raise UsageError(f"--chart {chart} cannot be written: give a file in a folder that is there")
 
 
 def _make_workload(llm: "LLM", name: str, input_tokens: int | None, output_tokens: int | None) -> "Workload":
@@ -239,6 +284,7 @@ def _make_workload(llm: "LLM", name: str, input_tokens: int | None, output_token
         input_tokens=input_tokens,
         output_tokens=output_tokens or (workloads.CPU_OUTPUT_TOKENS if is_cpu else workloads.OUTPUT_TOKENS),
         count_tokens=None if tokenizer is None else lambda text: len(llm.encode(text)),
+        run=workloads.draw_run(),
     )
 
 
@@ -258,10 +304,13 @@ def _floor(
     import torch
 
     from soloist.bench import floor
+    from soloist.loading import as_device
     from soloist.roofline import measure_bandwidth
 
     name, footprint = _footprint(model)
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    place = as_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if bandwidth is not None and device is not None:
+        raise UsageError("--device says whose bandwidth is measured: leave it out where --bandwidth gives one")
     settings = floor.FloorSettings(
         num_gpus=gpus,
         bandwidth_gb_per_s=bandwidth or measure_bandwidth(place),
@@ -270,16 +319,39 @@ def _floor(
         all_reduce_us=all_reduce_us,
         draft_bytes=draft_gb * 1e9,
         distinct_experts={} if experts is None else floor.read_distinct_experts(experts),
+        refusal=_why_refused(model, gpus),
     )
     table = floor.price(name, footprint, settings)
     print(json.dumps(floor.as_json(table)) if as_json else floor.in_words(table))
 
 
+def _why_refused(model: str | None, gpus: int) -> str | None:
+    """Say why so many GPUs do not share a model here; None: they do."""
+    from soloist.errors import UnsupportedError
+    from soloist.models.loader import NUM_RANKS, check_num_ranks
+
+    if gpus not in NUM_RANKS:
+        return f"{gpus} GPUs; allowed are {', '.join(map(str, NUM_RANKS))}"
+    _, model_class, config = _read(model)
+    try:
+        check_num_ranks(model_class, config, gpus)
+    except UnsupportedError as error:
+        return str(error)
+    return None
+
+
 def _footprint(model: str | None) -> "tuple[str, Footprint]":
     """Give a model's name, and its parts, from its config."""
+    from soloist.models.footprint import model_footprint
+
+    name, model_class, config = _read(model)
+    return name, model_footprint(model_class, config)
+
+
+def _read(model: str | None) -> "tuple[str, type[CausalLM], ModelConfig]":
+    """Give a model's name, architecture and config, without its weights."""
     from soloist.hub import find_model
     from soloist.models import find_model_class, open_model, read_config
-    from soloist.models.footprint import model_footprint
 
     files = find_model(model, with_weights=False)
     config = files.config
@@ -287,7 +359,7 @@ def _footprint(model: str | None) -> "tuple[str, Footprint]":
         assert files.path is not None
         config = read_config(open_model(files.path))
     model_class = find_model_class(config)
-    return files.name, model_footprint(model_class, model_class.config_class.from_dict(config))
+    return files.name, model_class, model_class.config_class.from_dict(config)
 
 
 def _fits_alone(model: str | None, device: str) -> bool:
@@ -314,6 +386,7 @@ def _compare(paths: tuple[Path, Path], chart: Path | None, *, as_json: bool) -> 
     from soloist.bench.report import bars_of, compare_in_words, compared, read_result
 
     first, second = (read_result(path) for path in paths)
-    if chart is not None:
-        chart.write_text(ladder_svg(f"{second['case']}, {second['device']}", bars_of(second)), encoding="utf-8")
+    picture = None if chart is None else ladder_svg(f"{second['case']}, {second['device']}", bars_of(second))
     print(json.dumps(compared(first, second)) if as_json else compare_in_words(first, second))
+    if chart is not None and picture is not None:
+        chart.write_text(picture, encoding="utf-8")
