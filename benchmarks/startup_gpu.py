@@ -1,8 +1,8 @@
 """Time the way to the first token on one GPU: `soloist run` on a config with random weights, cold and from its cache.
 
 `PYTHONPATH=src python benchmarks/startup_gpu.py [--out FOLDER]` writes `FOLDER/startup.json`: the first start finds no
-compiled kernel, the others find those of the first. A second program then says what the time goes into, and what is
-compiled for prompts of other lengths and other ways of sampling.
+compiled kernel, three more find those of the first, and their median counts. A second program then says what the time
+goes into, and what is compiled for prompts of other lengths and other ways of sampling.
 """
 
 import argparse
