@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from soloist import LLM, SamplingParams, loading
 from soloist.engine import Engine
 from soloist.errors import CheckpointError, ContextLengthError, RankLostError, UnsupportedError, UsageError
+from soloist.kernels.mailboxes import num_words, view_mailboxes
 from soloist.prefix import PrefixStore
 from soloist.runtime import rank_processes
 from soloist.runtime.comm import Leader
@@ -322,6 +324,19 @@ def test_what_steps_of_ranks_cannot_be_is_refused_before_a_rank_starts(
         execution = Execution(is_captured=True, run_ahead=0, has_pdl=True, **switch)
         with pytest.raises(UsageError, match="no device loop, and no head in fp32"):
             load(folder, execution=execution)
+
+
+class BrokenGroup:
+    def abort(self) -> None:
+        raise RuntimeError("CUDA error")
+
+
+def test_exchanges_with_ranks_that_are_gone_are_ended_whatever_the_device_says() -> None:
+    words = torch.full((num_words(2, max_tokens=1, hidden_size=8),), -1, dtype=torch.int32)
+    mailboxes = view_mailboxes((words, words), rank=0, max_tokens=1, hidden_size=8, timeout_s=1)
+    group: Any = SimpleNamespace(mailboxes=mailboxes, process_group=BrokenGroup())
+    rank_processes.end_exchanges(group)
+    assert int(mailboxes.has_failed) == 1
 
 
 HUNG = """

@@ -60,7 +60,8 @@ class Mailboxes:
     buffers: tuple[torch.Tensor, ...]
     # (2, max_tokens) int32: the generation that is next for each row, of sums and of argmax.
     turns: torch.Tensor
-    # () int32: 1 once this rank has given up. Later collectives then hardly wait.
+    # () int32, on a GPU in pinned host memory, so that the host can write it whatever the device does: 1 once this rank
+    # or its host has given up. Later collectives then hardly wait.
     has_failed: torch.Tensor
     # () int32, on a GPU in pinned host memory, which kernels write: 0, or 1 + the rank that did not come.
     error: torch.Tensor
@@ -100,6 +101,7 @@ def view_mailboxes(
 ) -> Mailboxes:
     """Take one rank's view of buffers of `num_words` words, all of them -1."""
     device = buffers[rank].device
+    is_gpu = device.type == "cuda"
     return Mailboxes(
         rank=rank,
         max_tokens=max_tokens,
@@ -107,8 +109,8 @@ def view_mailboxes(
         timeout_s=timeout_s,
         buffers=buffers,
         turns=torch.zeros(2, max_tokens, dtype=torch.int32, device=device),
-        has_failed=torch.zeros((), dtype=torch.int32, device=device),
-        error=torch.zeros((), dtype=torch.int32, pin_memory=device.type == "cuda"),
+        has_failed=torch.zeros((), dtype=torch.int32, pin_memory=is_gpu),
+        error=torch.zeros((), dtype=torch.int32, pin_memory=is_gpu),
         handle=handle,
     )
 

@@ -17,8 +17,6 @@ import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-import torch
-
 from soloist.errors import RankLostError, SoloistError
 from soloist.kernels.allreduce import TensorParallel
 
@@ -235,12 +233,11 @@ class RankProcesses:
 def end_exchanges(group: TensorParallel) -> None:
     """End a GPU's exchanges with ranks that are gone: what waits in a step goes on with what is no number.
 
-    The group cannot be used any more. A device in error runs nothing that could wait.
+    The group cannot be used any more.
     """
     if group.mailboxes is not None:
-        with contextlib.suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream(group.mailboxes.has_failed.device)):
-            group.mailboxes.has_failed.fill_(1)
-    # A prompt's sums.
+        group.mailboxes.has_failed.fill_(1)
     if group.process_group is not None:
+        # A prompt's sums. A device in error runs none, and says so here.
         with contextlib.suppress(RuntimeError):
             group.process_group.abort()
