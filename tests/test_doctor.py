@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from soloist import doctor
+from soloist.cli import main
+from soloist.doctor import Sharing, estimate_sharing
 from soloist.kernels import step_cpu
+from soloist.roofline import Footprint, Reads, WeightPart
 
 CPU = torch.device("cpu")
 
@@ -78,3 +81,70 @@ def test_gpus_that_cannot_reach_each_other_are_named():
     machine = replace(machine, strangers=((0, 2), (1, 2)))
     assert machine.capabilities["shares a model between GPUs"].startswith("no: GPUs 0 and 2, 1 and 2 cannot")
     assert "shares a model between GPUs" not in replace(machine, gpus=(gpu,)).capabilities
+
+
+GPU = doctor.Gpu(name="G", compute_capability="9.0", memory_gib=100.0, free_memory_gib=99.0, bandwidth_gb_per_s=4000.0)
+
+
+def footprint(weight_gb: float, num_layers: int) -> Footprint:
+    num_bytes = round(1e9 * weight_gb)
+    part = WeightPart(
+        name="all",
+        parameters=num_bytes // 2,
+        weight_bytes=num_bytes,
+        read_bytes=num_bytes,
+        reads=Reads.ALL,
+        num_choices=1,
+        is_sharded=True,
+    )
+    return Footprint(
+        parts=(part,),
+        num_layers=num_layers,
+        num_experts_per_tok=0,
+        state_bytes=0,
+        conv_state_bytes=0,
+        kv_bytes_per_position=0,
+        num_kv_shards=1,
+    )
+
+
+def test_gpus_share_a_model_where_that_saves_more_than_exchanges_take():
+    # 50 exchanges of 2 us: 0.1 ms. Half of 4 GB at 4 TB/s saves 0.5 ms, of 1.2 GB 0.15 ms, of 0.4 GB 0.05 ms.
+    models = {"large": footprint(4.0, 24), "even": footprint(1.2, 24), "small": footprint(0.4, 24)}
+    models |= {"huge": footprint(150.0, 24), "vast": footprint(300.0, 24), "too large": footprint(900.0, 24)}
+    found = {estimate.model: estimate for estimate in estimate_sharing(models, [GPU] * 4, exchange_us=2.0)}
+    assert {name: (estimate.sharing, estimate.num_gpus) for name, estimate in found.items()} == {
+        "large": (Sharing.PAYS, 2),
+        "even": (Sharing.UNCLEAR, 2),
+        "small": (Sharing.LOSES, 2),
+        "huge": (Sharing.NEEDED, 2),
+        "vast": (Sharing.NEEDED, 4),
+    }
+    assert found["large"].one_ms == pytest.approx(1.0) and found["large"].rank_ms == pytest.approx(0.5)
+    assert found["large"].exchange_ms == pytest.approx(0.1)
+    for name, words in (("large", "should pay"), ("even", "measure"), ("small", "take one GPU"), ("huge", "needs 2")):
+        assert words in found[name].in_words and "estimate" in found[name].in_words
+    # The least of the GPUs counts.
+    slow = replace(GPU, bandwidth_gb_per_s=400.0)
+    (estimate,) = estimate_sharing({"small": models["small"]}, [GPU, slow], exchange_us=2.0)
+    assert estimate.sharing is Sharing.PAYS
+    assert estimate_sharing({"huge": models["huge"]}, [GPU, replace(GPU, memory_gib=80.0)]) == ()
+
+
+def test_doctor_advises_where_there_are_several_gpus(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(doctor, "_inspect_gpu", lambda index: replace(GPU, memory_gib=140.0))
+    monkeypatch.setattr(doctor, "find_strangers", lambda num_gpus: ())
+    monkeypatch.setattr(doctor, "measure_bandwidth", lambda device, num_bytes: 20.0)
+    assert main(["doctor", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    sharing = {estimate["model"]: estimate["sharing"] for estimate in facts["sharing"]}
+    assert sharing["ling-3.0-flash"] == "needed" and sharing["smollm2-135m-instruct"] == "loses"
+    advice = {estimate["model"]: estimate["advice"] for estimate in facts["sharing"]}
+    assert advice["ling-3.0-flash"].startswith("needs 2 GPUs")
+    assert main(["doctor"]) == 0
+    assert "take one GPU" in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "find_strangers", lambda num_gpus: ((0, 1),))
+    assert doctor.inspect_machine().sharing == ()

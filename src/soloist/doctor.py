@@ -1,24 +1,40 @@
-"""What this machine is and can do: processors, memory, libraries, read bandwidth.
+"""What this machine is and can do: processors, memory, libraries, read bandwidth, and what several GPUs are good for.
 
-Owns the facts and the small file that remembers a measured bandwidth. Knows nothing of models.
+Owns the facts, the small file that remembers a measured bandwidth, and the rule by which a model is shared or not. Of
+models it knows what `roofline` counts.
 """
 
 import json
 import os
 import platform
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 import soloist
+from soloist.hub import BUILT_IN, built_in_config
 from soloist.kernels import step_cpu
-from soloist.roofline import measure_bandwidth
+from soloist.models import find_model_class
+from soloist.models.footprint import model_footprint
+from soloist.models.loader import NUM_RANKS
+from soloist.roofline import Footprint, measure_bandwidth
 from soloist.runtime.comm import find_strangers
 
 # Past every cache of a CPU we know, and read seven times within a quarter second.
 _QUICK_MEASURE_BYTES = 2**28
+# Of one exchange of a step between two H200, with the residual added: measured, see `docs/log.md`. Other links take
+# longer.
+EXCHANGE_US = 2.2
+# Sharing pays where it saves so many times what its exchanges take: ranks also wait for each other.
+_CLEAR_GAIN = 2.0
+# Positions in the cache that steps are priced with.
+_CONTEXT_LEN = 8192
+# Room beside the weights.
+_ROOM = 1.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +49,97 @@ class Gpu:
     free_memory_gib: float
     # Reading, measured.
     bandwidth_gb_per_s: float
+
+
+class Sharing(Enum):
+    """Whether several GPUs should share a model."""
+
+    # It does not fit one.
+    NEEDED = "needed"
+    PAYS = "pays"
+    # What is saved and what exchanges take are alike.
+    UNCLEAR = "unclear"
+    LOSES = "loses"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharingEstimate:
+    """What sharing a model between GPUs should give: floors of a step of one token, nothing measured but bandwidth."""
+
+    model: str
+    num_gpus: int
+    sharing: Sharing
+    # Of the bytes on one GPU, whether they fit there or not, and of a rank's bytes on each.
+    one_ms: float
+    rank_ms: float
+    # All exchanges of a step.
+    exchange_ms: float
+
+    @property
+    def in_words(self) -> str:
+        """Advise, as an estimate."""
+        on_several = f"{self.rank_ms:.2f} ms and {self.exchange_ms:.2f} ms of exchanges on {self.num_gpus}"
+        figures = f"a token costs at least {self.one_ms:.2f} ms on one GPU, {on_several}"
+        advice = {
+            Sharing.NEEDED: f"needs {self.num_gpus} GPUs for its weights",
+            Sharing.PAYS: f"--tensor-parallel-size {self.num_gpus} should pay",
+            Sharing.UNCLEAR: "take one GPU, or measure: more may win little or lose",
+            Sharing.LOSES: "take one GPU: exchanges cost more than sharing saves",
+        }
+        return f"{advice[self.sharing]} (estimate: {figures})"
+
+
+def estimate_sharing(
+    footprints: Mapping[str, Footprint], gpus: Sequence[Gpu], *, exchange_us: float = EXCHANGE_US
+) -> tuple[SharingEstimate, ...]:
+    """Say of models whether GPUs should share them, as few as hold the weights and at least two.
+
+    Args:
+        footprints: by model; those that fit nowhere are left out.
+        gpus: of this machine; the least of them counts.
+        exchange_us: of one exchange between ranks.
+    """
+    memory_bytes = 2**30 * min(gpu.memory_gib for gpu in gpus)
+    bandwidth = min(gpu.bandwidth_gb_per_s for gpu in gpus)
+    estimates = []
+    for model, footprint in footprints.items():
+        needed_bytes = _ROOM * footprint.weight_bytes
+        sizes = [size for size in NUM_RANKS if 1 < size <= len(gpus) and needed_bytes < size * memory_bytes]
+        if not sizes:
+            continue
+        num_gpus = min(sizes)
+        one_ms, rank_ms = (
+            footprint.step_floor_ms(1, _CONTEXT_LEN, bandwidth_gb_per_s=bandwidth, tensor_parallel_size=size)
+            for size in (1, num_gpus)
+        )
+        exchange_ms = footprint.num_all_reduces(num_gpus) * exchange_us / 1e3
+        if needed_bytes >= memory_bytes:
+            sharing = Sharing.NEEDED
+        elif one_ms - rank_ms < exchange_ms:
+            sharing = Sharing.LOSES
+        else:
+            sharing = Sharing.PAYS if one_ms - rank_ms > _CLEAR_GAIN * exchange_ms else Sharing.UNCLEAR
+        estimates.append(
+            SharingEstimate(
+                model=model,
+                num_gpus=num_gpus,
+                sharing=sharing,
+                one_ms=one_ms,
+                rank_ms=rank_ms,
+                exchange_ms=exchange_ms,
+            )
+        )
+    return tuple(estimates)
+
+
+def built_in_footprints() -> dict[str, Footprint]:
+    """Count the built-in models, in bf16."""
+    footprints = {}
+    for name in BUILT_IN:
+        config = built_in_config(name)
+        model_class = find_model_class(config)
+        footprints[name] = model_footprint(model_class, model_class.config_class.from_dict(config))
+    return footprints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +170,8 @@ class Machine:
     gpus: tuple[Gpu, ...]
     # Pairs of GPUs of which one cannot read the other's memory, and which therefore cannot share a model.
     strangers: tuple[tuple[int, int], ...]
+    # Of the built-in models, where GPUs can share one.
+    sharing: tuple[SharingEstimate, ...]
 
     @property
     def capabilities(self) -> dict[str, str]:
@@ -158,6 +267,9 @@ def _installed(package: str) -> str | None:
 def inspect_machine() -> Machine:
     """Look at this machine; measures bandwidth afresh."""
     total, free = _memory_gib()
+    gpus = tuple(_inspect_gpu(i) for i in range(torch.cuda.device_count()))
+    strangers = find_strangers(len(gpus))
+    can_share = len(gpus) > 1 and not strangers
     return Machine(
         system=platform.platform(),
         python=platform.python_version(),
@@ -172,6 +284,7 @@ def inspect_machine() -> Machine:
         memory_gib=total,
         free_memory_gib=free,
         bandwidth_gb_per_s=measure_bandwidth("cpu", num_bytes=_QUICK_MEASURE_BYTES),
-        gpus=tuple(_inspect_gpu(i) for i in range(torch.cuda.device_count())),
-        strangers=find_strangers(torch.cuda.device_count()),
+        gpus=gpus,
+        strangers=strangers,
+        sharing=estimate_sharing(built_in_footprints(), gpus) if can_share else (),
     )

@@ -14,7 +14,12 @@ def doctor(as_json: Json = False, debug: Debug = False) -> None:
 
     machine = inspect_machine()
     if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(machine) | {"capabilities": machine.capabilities}))
+        facts = dataclasses.asdict(machine) | {"capabilities": machine.capabilities}
+        facts["sharing"] = [
+            dataclasses.asdict(estimate) | {"sharing": estimate.sharing.value, "advice": estimate.in_words}
+            for estimate in machine.sharing
+        ]
+        typer.echo(json.dumps(facts))
         return
     lines = {
         "soloist": machine.soloist,
@@ -31,7 +36,7 @@ def doctor(as_json: Json = False, debug: Debug = False) -> None:
             f"{gpu.name}, compute capability {gpu.compute_capability}, {gpu.memory_gib:.1f} GiB, "
             f"{gpu.free_memory_gib:.1f} GiB free, {gpu.bandwidth_gb_per_s:.0f} GB/s read"
         )
-    lines |= machine.capabilities
+    lines |= machine.capabilities | {f"  {estimate.model}": estimate.in_words for estimate in machine.sharing}
     width = max(map(len, lines))
     for name, value in lines.items():
         typer.echo(f"{name:<{width}}  {value}")
