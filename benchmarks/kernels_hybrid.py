@@ -2,8 +2,8 @@
 
 Run on a CUDA machine: `PYTHONPATH=src python benchmarks/kernels_hybrid.py [--shapes NAMES] [--operators NAMES]
 [--out FOLDER]` writes `FOLDER/kernels.json`, anew with each part; the folder is that of this kind of machine unless
-another is named. fla-core, where installed, is KDA's peer. Weights are cold: each call of a captured chain reads another
-copy, or other experts, of far more bytes than the L2 holds.
+another is named. fla-core, where installed, is the peer of KDA. Weights are cold: each call of a captured chain reads
+another copy, or other experts, of far more bytes than the L2 holds.
 """
 
 import argparse
