@@ -13,6 +13,7 @@ from soloist.bench.steps import StepFigures
 from soloist.bench.workloads import BenchPrompt, Workload
 from soloist.engine import Engine
 from soloist.errors import UsageError
+from soloist.kernels.allreduce import TensorParallel
 from soloist.llm import LLM
 from soloist.models import load_model
 from soloist.prefix import PrefixStore
@@ -222,3 +223,16 @@ def test_a_config_without_tokenizer_is_measured_with_token_ids():
     llm = LLM.of(Engine(ModelRunner(model, max_context_len=64)), None, "config")
     figures = run_request(llm, PROMPT, workload(5))
     assert (figures.prompt_tokens, figures.completion_tokens) == (7, 5)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_rank_reads_its_own_heads_of_a_drafts_context(num_ranks: int):
+    config = miniature_config("llama", num_attention_heads=8, num_key_value_heads=4, hidden_size=64, vocab_size=256)
+    group = TensorParallel(rank=0, size=num_ranks)
+    target = load_model(config, dtype=torch.float32, weights="random", group=group)
+    setup = DrafterSetup(target=target, max_context_len=100, num_tokens=256, max_width=4)
+    draft = make_drafter("dspark", setup)
+    k, v = draft.buffers.context.k, draft.buffers.context.v
+    # (layers, heads, positions, K): of one position.
+    row_bytes = (k[:, :, 0].numel() + v[:, :, 0].numel()) * k.element_size()
+    assert draft.read_bytes(4, 50) - draft.read_bytes(4, 20) == 30 * row_bytes > 0

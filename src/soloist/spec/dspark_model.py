@@ -346,7 +346,8 @@ class DSparkModel:
             weights += [layer.feed_forward.gate_up, layer.feed_forward.down]
         if self.markov is not None:
             weights += self.markov.weights * num_drafts
-        row_bytes = 2 * t.num_hidden_layers * t.num_key_value_heads * t.head_dim * self.dtype.itemsize
+        num_heads = self.group.share(t.num_key_value_heads)
+        row_bytes = 2 * t.num_hidden_layers * num_heads * t.head_dim * self.dtype.itemsize
         return sum(map(_held_bytes, weights)) + context_len * row_bytes
 
     def over_target_ids(self, logits: torch.Tensor) -> torch.Tensor:
