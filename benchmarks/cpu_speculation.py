@@ -50,14 +50,9 @@ LOOKUP_TARGET = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # How weights may be held; None: as in their file, where the CPU can.
 FORMATS: tuple[WeightsDtype | None, ...] = (None, "int4")
 CONTEXT_LEN = 2048
-# (how the draft's weights are held, rows of a step, whether they adapt) that are tried with the draft.
-DRAFT_SETTINGS: tuple[tuple[WeightsDtype | None, int, bool], ...] = (
-    ("int4", 3, False),
-    ("int4", 4, False),
-    ("int4", 5, False),
-    ("int4", 6, True),
-    (None, 4, False),
-)
+DRAFT_WEIGHTS: WeightsDtype = "int4"
+# (rows of a step, whether a proposal ends where the draft is unsure) that are tried with the draft.
+DRAFT_SETTINGS = ((3, False), (4, False), (4, True))
 LLAMA_CPP = "llama.cpp, same file"
 # A text with two misspelled words, and the first words of the corrected one.
 _TEXT = (
@@ -74,7 +69,11 @@ EDIT_PROMPT = (
 TRIAL_PROMPTS = (
     "def longest_common_prefix(words: list[str]) -> str:\n",
     'class Stack:\n    """A stack with push, pop and peek."""\n',
+    "import csv\n\n\ndef column_means(path: str) -> dict[str, float]:\n",
+    "// Returns the number of set bits of x.\nint count_bits(unsigned x) {\n",
 )
+# Goes over them; of each prompt the shortest counts, and the first also warms up.
+TRIAL_GOES = 2
 
 
 def parse_options() -> argparse.Namespace:
@@ -82,7 +81,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--models-dir", type=Path, help="folder of the .gguf files; default: where Soloist looks")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=128, help="most tokens of an answer")
-    parser.add_argument("--trial-tokens", type=int, default=48, help="of the answers that settings are compared on")
+    parser.add_argument("--trial-tokens", type=int, default=64, help="of the answers that settings are compared on")
     parser.add_argument("--prompts", type=int, default=20, help="of HumanEval, and of our own")
     parser.add_argument("--rounds", type=int, default=3, help="of the text-editing prompt, and of llama.cpp")
     parser.add_argument("--only", choices=("lookup", "draft"), help="one half")
@@ -253,64 +252,68 @@ def _reference_loader(path: Path) -> Callable[[], CausalLM]:
     return load
 
 
-def _trial_ms(llm: LLM, options: argparse.Namespace) -> float:
-    """Compare settings: the best of two goes over the trial prompts, the first of which also warms up."""
-    goes = [token_ms([answer(llm, p, options.trial_tokens) for p in TRIAL_PROMPTS]) for _ in range(2)]
-    return min(goes)
+def _trial_ms(llms: list[LLM], num_tokens: int) -> list[float]:
+    """Compare settings, prompt by prompt in turns: what a token takes in each."""
+    times: list[list[list[float]]] = [[[] for _ in TRIAL_PROMPTS] for _ in llms]
+    for _ in range(TRIAL_GOES):
+        for i, prompt in enumerate(TRIAL_PROMPTS):
+            for llm, of_prompts in zip(llms, times, strict=True):
+                of_prompts[i].append(token_ms([answer(llm, prompt, num_tokens)]))
+    return [statistics.mean(min(goes) for goes in of_prompts) for of_prompts in times]
 
 
-def _make_draft(draft: CausalLM, target: Loaded, width: int) -> Callable[[], Drafter]:
-    return lambda: DraftModel(
-        draft,
-        max_context_len=target.context_len,
-        num_tokens=target.tokenizer.num_tokens,
-        max_drafts=width - 1,
-    )
-
-
-def choose_settings(options: argparse.Namespace) -> tuple[dict[str, Any], Loaded, CausalLM]:
-    """Find the fastest setting without a draft, and the fastest draft for it: the settings, the target, the draft.
+def choose_settings(options: argparse.Namespace) -> tuple[dict[str, Any], LLM, LLM]:
+    """Find the fastest setting without a draft, and the fastest draft for it: the settings, and what they run as.
 
     Both read the same weights of the target, so that texts can be compared.
     """
     targets = {weights: Loaded.read(find_file(options, TARGET), CONTEXT_LEN, weights) for weights in FORMATS}
-    drafts = {weights: load_model(find_file(options, DRAFT), weights_dtype=weights) for weights in FORMATS}
-    plain_ms: dict[WeightsDtype | None, float] = {}
-    for weights, target in targets.items():
-        plain_ms[weights] = _trial_ms(target.llm(), options)
-        say(f"  without a draft, weights {weights or 'as in the file'}: {plain_ms[weights]:.1f} ms a token")
+    plain = {weights: target.llm() for weights, target in targets.items()}
+    # Their times are far from each other.
+    found_ms = _trial_ms(list(plain.values()), options.trial_tokens // 2)
+    plain_ms = dict(zip(plain, found_ms, strict=True))
+    for weights, value in plain_ms.items():
+        say(f"  without a draft, weights {weights or 'as in the file'}: {value:.1f} ms a token")
     weights = min(plain_ms, key=lambda key: plain_ms[key])
-    draft_ms = {}
-    for setting in DRAFT_SETTINGS:
-        draft_weights, width, is_adaptive = setting
-        make_draft = _make_draft(drafts[draft_weights], targets[weights], width)
-        draft_ms[setting] = _trial_ms(targets[weights].llm(make_draft, is_adaptive=is_adaptive), options)
-        say(f"  with the draft, {_describe(setting)}: {draft_ms[setting]:.1f} ms a token")
-    draft_weights, width, is_adaptive = best = min(draft_ms, key=lambda key: draft_ms[key])
+    target = targets[weights]
+    draft = load_model(find_file(options, DRAFT), weights_dtype=DRAFT_WEIGHTS)
+
+    def make_llm(width: int, is_adaptive: bool) -> LLM:
+        def make_drafter() -> Drafter:
+            return DraftModel(
+                draft, max_context_len=CONTEXT_LEN, num_tokens=target.tokenizer.num_tokens, max_drafts=width - 1
+            )
+
+        return target.llm(make_drafter, is_adaptive=is_adaptive)
+
+    drafting = {setting: make_llm(*setting) for setting in DRAFT_SETTINGS}
+    found_ms = _trial_ms(list(drafting.values()), options.trial_tokens)
+    draft_ms = dict(zip(drafting, found_ms, strict=True))
+    for setting, value in draft_ms.items():
+        say(f"  with the draft, {_describe(setting)}: {value:.1f} ms a token")
+    best = min(draft_ms, key=lambda key: draft_ms[key])
     settings = {
         "weights_dtype": weights,
-        "draft_weights_dtype": draft_weights,
-        "draft_width": width,
-        "is_adaptive": is_adaptive,
+        "draft_weights_dtype": DRAFT_WEIGHTS,
+        "draft_width": best[0],
+        "is_adaptive": best[1],
         "plain_trial_ms": {weights or "as in the file": value for weights, value in plain_ms.items()},
         "draft_trial_ms": {_describe(setting): value for setting, value in draft_ms.items()},
-        "weight_bytes_per_token": targets[weights].model.footprint.bytes_per_token,
+        "weight_bytes_per_token": target.model.footprint.bytes_per_token,
     }
     say(f"  chosen: {_describe(best)}")
-    return settings, targets[weights], drafts[draft_weights]
+    return settings, plain[weights], drafting[best]
 
 
-def _describe(setting: tuple[WeightsDtype | None, int, bool]) -> str:
-    draft_weights, width, is_adaptive = setting
-    return f"{'up to ' if is_adaptive else ''}{width} rows, its weights {draft_weights or 'as in the file'}"
+def _describe(setting: tuple[int, bool]) -> str:
+    width, is_adaptive = setting
+    return f"{'up to ' if is_adaptive else ''}{width} rows"
 
 
 def measure_draft(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     """Compare a draft model with our fastest plain decoding, on code, and that with llama.cpp: both results."""
     say("settings")
-    settings, target, draft = choose_settings(options)
-    plain = target.llm()
-    drafting = target.llm(_make_draft(draft, target, settings["draft_width"]), is_adaptive=settings["is_adaptive"])
+    settings, plain, drafting = choose_settings(options)
     sets = {"human_eval": human_eval_prompts(options.human_eval), "own": own_prompts()}
     found: dict[str, Any] = {}
     for name, prompts in sets.items():
