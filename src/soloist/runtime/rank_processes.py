@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from soloist.errors import RankLostError, SoloistError
@@ -59,10 +59,16 @@ class RankProcesses:
             subprocess.Popen([*command, str(rank)], stdin=pipe, stdout=pipe, start_new_session=True)
             for rank in range(1, size)
         ]
+        self._threads: list[threading.Thread] = []
         for rank in range(1, size):
-            threading.Thread(target=self._hear, args=(rank,), daemon=True).start()
-        threading.Thread(target=self._watch, daemon=True).start()
+            self._start(self._hear, rank)
+        self._start(self._watch)
         self._keyboard = self._listen_to_keyboard()
+
+    def _start(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Do something beside what this rank does."""
+        self._threads.append(threading.Thread(target=work, args=arguments, daemon=True))
+        self._threads[-1].start()
 
     @property
     def process_ids(self) -> list[int]:
@@ -137,6 +143,10 @@ class RankProcesses:
                 signal.set_wakeup_fd(listening)
             self._keyboard.close()
             self._keyboard = None
+        # None of them may be under way when the interpreter ends; but one that hears nothing must not hold it up.
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=1)
 
     def _kill(self) -> None:
         for process in self._processes:
@@ -170,8 +180,8 @@ class RankProcesses:
         self.loss = error
         self._kill()
         if self.group.mailboxes is not None:
-            threading.Thread(target=end_exchanges, args=(self.group,), daemon=True).start()
-        threading.Thread(target=self._end_if_stuck, args=(error,), daemon=True).start()
+            self._start(end_exchanges, self.group)
+        self._start(self._end_if_stuck, error)
 
     def _end_if_stuck(self, error: SoloistError) -> None:
         """End this process if it is still in an exchange, which nothing else can break off."""
@@ -212,7 +222,7 @@ class RankProcesses:
             # Somebody else listens, who can do as much.
             signal.set_wakeup_fd(before)
             return None
-        threading.Thread(target=self._answer_keyboard, args=(ears,), daemon=True).start()
+        self._start(self._answer_keyboard, ears)
         return mouth
 
     def _answer_keyboard(self, ears: socket.socket) -> None:
