@@ -161,7 +161,7 @@ def train(
             length_weight=length_weight,
             min_temperature=min_temperature,
         ),
-        **({} if steps is None else {"num_steps": steps}),
+        num_steps=TrainSettings.num_steps if steps is None else steps,
         checkpoint_every=save_every,
         is_compiled=is_compiled,
         documents_per_step=texts_per_step,

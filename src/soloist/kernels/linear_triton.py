@@ -383,7 +383,8 @@ def linear_step(
         counters = arrival_counters(x.device)
     upcoming = shares([next_weight], READ_AHEAD_BYTES, strips * splits)
     linear_kernel[strips, splits](
-        x, x.stride(0), norm_weight, eps, weight, bias, residual, y, partial, counters, upcoming, T, O, settings.outputs,
+        x, x.stride(0), norm_weight, eps, weight, bias, residual, y, partial, counters, upcoming,
+        T, O, settings.outputs,
         SPLITS=splits, FIRST=READ_AHEAD_FIRST, **_tile_arguments(T, weight.shape[1], settings),
     )  # fmt: skip
     return y
