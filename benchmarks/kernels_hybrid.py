@@ -26,6 +26,7 @@ from soloist.kernels import (
     kda_verify_cuda,
     mla,
     moe,
+    moe_step_cuda,
 )
 from soloist.kernels.kda_inputs import KdaCache, KdaKept, KdaRows, KdaWeights
 from soloist.kernels.mla_inputs import MlaRows, MlaWeights
@@ -116,17 +117,13 @@ class MoeBench:
         return statistics.mean(counts)
 
     def check(self, T: int) -> float:
-        layer, settings = self.layers[0], self.shape.settings
-        norm, eps, gate, bias = layer[:4]
-        x = rand(4 * T + 16, self.shape.D)
-        # Rows that choose the same experts by logits rounded as a step's router rounds them: no near-ties.
-        h = (x.float() * norm.float()).to(x.dtype).float() * (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()
-        of_rows = (rows @ gate.float().T for rows in (moe.rms_norm_ref(x, norm, eps).float(), h))
-        one, other = (moe.route_ref(logits, bias, settings)[0].sort().values for logits in of_rows)
-        x = x[(one == other).all(-1)][:T].contiguous()
+        x, (norm, eps, gate, bias, *weights) = rand(T, self.shape.D), self.layers[0]
         width = torch.tensor(T, dtype=torch.int32, device="cuda")
         options = {"limit": 4.0, "shared_limit": 5.0, "width": width, "adds_residual": True}
-        return error(moe.moe(x, *layer, settings, **options), moe.moe_ref(x, *layer, settings, **options))
+        # The reference's own logits: at a near-tie others would choose another expert.
+        logits = moe.rms_norm_ref(x, norm, eps).float() @ gate.float().T
+        out = moe_step_cuda.run_experts(x, norm, eps, logits, bias, *weights, self.shape.settings, **options)
+        return error(out, moe.moe_ref(x, norm, eps, gate, bias, *weights, self.shape.settings, **options))
 
     def time(self, T: int, num_calls: int = 24) -> tuple[float, float, float]:
         """Median us, spread, and bytes."""

@@ -130,8 +130,6 @@ struct CpuResting {
     std::vector<unsigned> exchange;
     std::vector<CpuFragments> fragments;
     CpuBarrier program;
-    // Whether it has come to where only another program helps it on.
-    bool lets_others_run = false;
     // Of each thread: the cluster's barrier that it has come to, and whether it waits there.
     std::vector<int> round;
     std::vector<char> is_waiting;
@@ -140,11 +138,6 @@ static std::vector<CpuResting> cpu_cluster;
 static int cpu_program_of_cluster;
 static CpuBarrier cpu_cluster_barrier;
 
-// Called where a thread looks again and again at what another program writes.
-static void let_other_programs_run() {
-    cpu_cluster[cpu_program_of_cluster].lets_others_run = true;
-    cpu_yield();
-}
 static void arrive_at_cluster() {
     CpuBarrier& b = cpu_cluster_barrier;
     cpu_cluster[cpu_program_of_cluster].round[threadIdx.x] = b.round;
@@ -203,7 +196,7 @@ static void cpu_run(int programs, int threads, void (*body)()) {
             CpuResting& p = cpu_cluster[cpu_program_of_cluster];
             blockIdx.x = first_block + cpu_program_of_cluster;
             cpu_exchange_resting(p);
-            // Until all threads are done or wait for the cluster, or one for another program.
+            // Until all threads are done or wait for the cluster.
             for (bool goes_on = true; goes_on;) {
                 goes_on = false;
                 for (int i = 0; i < threads; ++i) {
@@ -213,7 +206,6 @@ static void cpu_run(int programs, int threads, void (*body)()) {
                     goes_on |= !cpu_is_done[i] && !p.is_waiting[i];
                     is_busy |= !cpu_is_done[i];
                 }
-                goes_on &= !std::exchange(p.lets_others_run, false);
             }
             cpu_exchange_resting(p);
         }

@@ -190,10 +190,8 @@ def moe(
         return moe_ref(*layer, limit=limit, shared_limit=shared_limit, width=width, adds_residual=adds_residual)
     if dims["T"] > moe_step_cuda.MAX_ROWS or not has_fused_experts():
         return _moe_prompt(*layer, limit=limit, shared_limit=shared_limit, adds_residual=adds_residual)
-    router: tuple[torch.Tensor | None, torch.Tensor | None] = (router_weight, None)
-    if not moe_step_cuda.ROUTER_INSIDE:
-        router = (None, norm_linear(x, norm_weight, eps, router_weight, out_dtype=torch.float32))
-    step = (x, norm_weight, eps, *router, expert_bias, gate_up, down, shared_gate_up, shared_down, settings)
+    logits = norm_linear(x, norm_weight, eps, router_weight, out_dtype=torch.float32)
+    step = (x, norm_weight, eps, logits, expert_bias, gate_up, down, shared_gate_up, shared_down, settings)
     return moe_step_cuda.run_experts(
         *step,
         limit=limit,
