@@ -21,7 +21,7 @@ def launch_all(arch: int) -> None:
     context_len, table = torch.zeros((), dtype=torch.int32), torch.empty(128, 64)
     rest = (cache, cache, context_len, table, table, 12, None, None, 1e-6)
     strip, split = linear_triton.settings_for(2048, 1536), attention_triton.settings_for(2)
-    linear_triton.linear_step(x, norm, 1e-6, weight, norm[:512], None, BF16, strip, weight)
+    linear_triton.linear_step(x, norm, 1e-6, weight, norm[:512], None, BF16, strip)
     attention_triton.attend_step(qkv[:1], *rest, split, (weight, torch.empty(17920, 1536, dtype=BF16)))
     if arch == 90:
         gated = linear_triton.settings_for(512, 1536, has_gate=True)
@@ -68,11 +68,6 @@ def test_attention_reads_the_rest_of_its_run_and_two_weights_ahead(kernels: list
     # second launch was told of none.
     splits = [kernel for kernel in kernels if kernel.name == "split_kernel"]
     assert [kernel.prefetches for kernel in splits] == [6, 2][: len(splits)]
-
-
-def test_a_map_reads_its_norm_and_the_next_weight_ahead(kernels: list[Compiled]):
-    maps = [kernel for kernel in kernels if kernel.name == "linear_kernel"]
-    assert [kernel.prefetches for kernel in maps] == [2]
 
 
 if __name__ == "__main__":

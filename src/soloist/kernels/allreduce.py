@@ -170,9 +170,7 @@ def broadcast(x: torch.Tensor, group: TensorParallel) -> None:
         dist.broadcast(x.view(-1).view(torch.uint8), group_src=0, group=group.process_group)
 
 
-def linear_all_reduce(
-    x: torch.Tensor, weight: Weight, residual: torch.Tensor, group: TensorParallel, *, next_weight: object = None
-) -> torch.Tensor:
+def linear_all_reduce(x: torch.Tensor, weight: Weight, residual: torch.Tensor, group: TensorParallel) -> torch.Tensor:
     """Apply a linear map whose inputs the ranks share, and add it to the residual stream.
 
     y = residual + sum_r x_r W_r^T
@@ -182,14 +180,13 @@ def linear_all_reduce(
         weight: (D, I) the dtype of `x`, or packed: this rank's columns.
         residual: (T, D), the dtype of `x`.
         group: the ranks. One alone is `linear_residual`.
-        next_weight: as in `linear`.
 
     Returns:
         (T, D), the dtype of `x`. A rank's product is rounded to that dtype before it is sent.
     """
     if group.size == 1:
-        return linear_residual(x, weight, residual, next_weight=next_weight)
-    return all_reduce_add(linear(x, weight, next_weight=next_weight), residual, group)
+        return linear_residual(x, weight, residual)
+    return all_reduce_add(linear(x, weight), residual, group)
 
 
 def own_rows_ref(input_ids: torch.Tensor, table: torch.Tensor, first: int) -> torch.Tensor:

@@ -66,12 +66,7 @@ def _tiles(weight: Weight) -> step_cpu.Tiles | None:
 
 
 def linear(
-    x: torch.Tensor,
-    weight: Weight,
-    bias: torch.Tensor | None = None,
-    *,
-    out_dtype: torch.dtype | None = None,
-    next_weight: object = None,
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, *, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Apply a linear map.
 
@@ -82,7 +77,6 @@ def linear(
         weight: (O, I) the dtype of `x`, or packed.
         bias: (O) the dtype of `x`.
         out_dtype: dtype of the result; None: that of `x`.
-        next_weight: what the next launch reads; a GPU reads some of it ahead (`read_ahead.py`). None: not known.
 
     Returns:
         (T, O): fp32 sums, one rounding.
@@ -100,8 +94,7 @@ def linear(
         return linear_ref(x, weight, bias, out_dtype=out_dtype)
     if is_step_map(x, weight):
         settings = linear_triton.settings_for(*weight.shape)
-        dtype = out_dtype or x.dtype
-        return linear_triton.linear_step(x, None, 0.0, weight, bias, None, dtype, settings, next_weight)
+        return linear_triton.linear_step(x, None, 0.0, weight, bias, None, out_dtype or x.dtype, settings)
     return _matrix_product(x, weight, bias, out_dtype)
 
 
@@ -196,9 +189,7 @@ def norm_swiglu(
     return gate.mul_(up).to(x.dtype)
 
 
-def linear_residual(
-    x: torch.Tensor, weight: Weight, residual: torch.Tensor, *, next_weight: object = None
-) -> torch.Tensor:
+def linear_residual(x: torch.Tensor, weight: Weight, residual: torch.Tensor) -> torch.Tensor:
     """Apply a linear map and add it to the residual stream.
 
     y = residual + x W^T
@@ -207,7 +198,6 @@ def linear_residual(
         x: (T, I).
         weight: (D, I) the dtype of `x`, or packed.
         residual: (T, D), the dtype of `x`.
-        next_weight: as in `linear`.
 
     Returns:
         (T, D), the dtype of `x`. The product is rounded to that dtype before it is added, but not in a GPU's step nor
@@ -218,5 +208,5 @@ def linear_residual(
     expect(residual, "T D", x.dtype, {"T": x.shape[0], "D": weight.shape[0]}, name="residual")
     if not use_reference(x) and isinstance(weight, torch.Tensor) and is_step_map(x, weight):
         settings = linear_triton.settings_for(*weight.shape)
-        return linear_triton.linear_step(x, None, 0.0, weight, None, residual, x.dtype, settings, next_weight)
+        return linear_triton.linear_step(x, None, 0.0, weight, None, residual, x.dtype, settings)
     return residual + linear(x, weight)

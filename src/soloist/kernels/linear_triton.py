@@ -31,15 +31,12 @@ from soloist.kernels.launch import (
     pdl_options,
     wait_for_producers,
 )
-from soloist.kernels.read_ahead import prefetch, read_ahead, shares
+from soloist.kernels.read_ahead import prefetch
 
 # Most tokens of a step; more is a prompt.
 MAX_STEP_TOKENS = 16
 # Inputs of one piece: 4 lanes of 8.
 PIECE = tl.constexpr(32)
-# Bytes of the next launch's weight that a map asks for where it is told of one, measured on one H200, `docs/log.md`.
-READ_AHEAD_BYTES = 6 << 20
-READ_AHEAD_FIRST = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,11 +197,11 @@ def _product(
 
 @triton.jit(do_not_specialize=["T", "ROWS"])
 def linear_kernel(
-    x_ptr, x_stride_t, norm_ptr, eps, w_ptr, bias_ptr, residual_ptr, y_ptr, partial_ptr, counter_ptr, upcoming,
+    x_ptr, x_stride_t, norm_ptr, eps, w_ptr, bias_ptr, residual_ptr, y_ptr, partial_ptr, counter_ptr,
     T, O, ROWS,
     I: tl.constexpr, CHUNKS: tl.constexpr, IS_RAGGED: tl.constexpr,
     WARPS: tl.constexpr, RUN: tl.constexpr, TILES: tl.constexpr, HALVES: tl.constexpr, AHEAD: tl.constexpr,
-    SPLITS: tl.constexpr, FIRST: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y = residual + norm(x) W^T + bias for ROWS <= 8 * TILES outputs; norm, bias and residual may be None.
 
@@ -221,15 +218,10 @@ def linear_kernel(
     _prefetch_norm(norm_ptr, strip, I, INTERPRETED)
     let_consumers_start(PDL)
     wait_for_producers(PDL)
-    program = strip + tl.num_programs(0) * split
-    if FIRST:
-        read_ahead(upcoming, program, INTERPRETED)
     b_y = _product(
         x_ptr, x_stride_t, norm_ptr, eps, w_ptr, weights, i_w, m_w, T, first,
         I, CHUNKS, IS_RAGGED, WARPS, RUN, TILES, HALVES, AHEAD, INTERPRETED,
     )  # fmt: skip
-    if not FIRST:
-        read_ahead(upcoming, program, INTERPRETED)
     i_t = tl.arange(0, 8 * HALVES)[:, None]
     i_c = tl.arange(0, 8 * TILES)[None, :]
     i_o = strip * ROWS + i_c
@@ -366,12 +358,8 @@ def linear_step(
     residual: torch.Tensor | None,
     out_dtype: torch.dtype,
     settings: StripSettings,
-    next_weight: object = None,
 ) -> torch.Tensor:
-    """Compute residual + norm(x) W^T + bias for T <= 16 tokens: x (T, I), weight (O, I), result (T, O).
-
-    `next_weight` is what the next launch reads, if it is known.
-    """
+    """Compute residual + norm(x) W^T + bias for T <= 16 tokens: x (T, I), weight (O, I), result (T, O)."""
     T, O = x.shape[0], weight.shape[0]
     splits = settings.splits
     assert norm_weight is None or splits == 1, "the norm needs all inputs in one program"
@@ -381,11 +369,9 @@ def linear_step(
     if splits > 1:
         partial = torch.empty((splits, MAX_STEP_TOKENS, O), dtype=torch.float32, device=x.device)
         counters = arrival_counters(x.device)
-    upcoming = shares([next_weight], READ_AHEAD_BYTES, strips * splits)
     linear_kernel[strips, splits](
-        x, x.stride(0), norm_weight, eps, weight, bias, residual, y, partial, counters, upcoming,
-        T, O, settings.outputs,
-        SPLITS=splits, FIRST=READ_AHEAD_FIRST, **_tile_arguments(T, weight.shape[1], settings),
+        x, x.stride(0), norm_weight, eps, weight, bias, residual, y, partial, counters, T, O, settings.outputs,
+        SPLITS=splits, **_tile_arguments(T, weight.shape[1], settings),
     )  # fmt: skip
     return y
 

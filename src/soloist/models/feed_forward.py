@@ -41,13 +41,11 @@ class DenseFeedForward:
             Part(name=f"{layer}mlp.up_proj.weight", shape=(F, D), split=rows(F)),
         )
         self.down = weights.linear(Part(name=f"{layer}mlp.down_proj.weight", shape=(D, F), split=columns(F)))
-        # What is read behind the block: the model's to say.
-        self.next_weight: Weight | None = None
 
     def __call__(self, x: torch.Tensor, width: torch.Tensor | None) -> torch.Tensor:
         """Transform each row of the residual stream (T, D) and add the result; `width` is not used."""
         h = norm_swiglu(x, self.norm, self.eps, self.gate_up)  # (T, F)
-        return linear_all_reduce(h, self.down, x, self.group, next_weight=self.next_weight)
+        return linear_all_reduce(h, self.down, x, self.group)
 
 
 @dataclass(frozen=True, kw_only=True)

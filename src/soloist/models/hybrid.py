@@ -90,7 +90,8 @@ class HybridCausalLM(CausalLM):
         self.lm_head = weights.linear(Part(name="lm_head.weight", shape=(N, D), split=token_rows(N)))
         behind = [mixer.in_proj for mixer in self.mixers[1:]] + [self.lm_head]
         for feed_forward, weight in zip(self.feed_forwards, behind, strict=True):
-            feed_forward.next_weight = weight
+            if isinstance(feed_forward, MixtureOfExperts):
+                feed_forward.next_weight = weight
 
     def _make_mixer(self, weights: WeightSource, layer: int) -> KimiDeltaAttention | LatentAttention:
         prefix = f"model.layers.{layer}."

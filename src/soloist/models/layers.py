@@ -185,9 +185,6 @@ class DenseCausalLM(CausalLM):
             self.lm_head = weights.tied_head(table, self.embed_tokens)
         else:
             self.lm_head = weights.linear(Part(name="lm_head.weight", shape=(N, D), split=token_rows(N)))
-        behind = [mixer.qkv_proj for mixer, _ in self.layers[1:]] + [self.lm_head]
-        for (_, feed_forward), weight in zip(self.layers, behind, strict=True):
-            feed_forward.next_weight = weight
         self.rotary = make_rotary_table(
             config.head_dim,
             config.rope_theta,
