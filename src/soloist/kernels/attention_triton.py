@@ -23,14 +23,12 @@ import triton
 import triton.language as tl
 
 from soloist.kernels.launch import IS_INTERPRETED, let_consumers_start, pdl_options, wait_for_producers
-from soloist.kernels.read_ahead import prefetch, read_ahead, shares
+from soloist.kernels.read_ahead import read_ahead, shares
 
 # Most tokens of a step; more is a prompt.
 MAX_STEP_TOKENS = 16
 # Bytes of the next launches' weights that a step's attention asks for, measured on one H200, `docs/log.md`.
 READ_AHEAD_BYTES = 12 << 20
-# Cached positions behind a program's first tile that it brings into the L2 before it waits.
-PREFETCHED_POSITIONS = 192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +137,7 @@ def split_kernel(
     qkv_ptr, qkv_stride_t, k_cache_ptr, v_cache_ptr, context_len_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps,
     acc_ptr, lse_ptr, T, S, scale_log2, upcoming,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, PREFETCHED: tl.constexpr,
-    INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attention of BLOCK_M (token, head) rows over one run. Grid: (SPLITS + 1, G, T * H / G / BLOCK_M).
 
@@ -162,12 +159,6 @@ def split_kernel(
     # Used last: what the loop needs is on its way by then.
     i_s = tl.arange(0, BLOCK_S)
     b_k_lo, b_k_hi, b_v = _load_cache(k_cache_ptr, v_cache_ptr, i_g, first + i_s, end, S, K)
-    # The rest comes as far as the L2. Rows of the cache are contiguous.
-    rest = first + BLOCK_S
-    rest_bytes = tl.minimum(end - rest, PREFETCHED) * (K * k_cache_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    o_rest = (i_g.to(tl.int64) * S + rest) * K
-    prefetch(k_cache_ptr + o_rest, rest_bytes, INTERPRETED)
-    prefetch(v_cache_ptr + o_rest, rest_bytes, INTERPRETED)
 
     wait_for_producers(PDL)
     let_consumers_start(PDL)
@@ -337,7 +328,7 @@ def attend_step(
     split_kernel[grid](
         qkv, qkv.stride(0), k_cache, v_cache, context_len, cos, sin, q_norm, k_norm, eps, acc, lse,
         T, S, K**-0.5 * math.log2(math.e), ahead, **shared,
-        BLOCK_M=block_m, PREFETCHED=PREFETCHED_POSITIONS, INTERPRETED=IS_INTERPRETED,
+        BLOCK_M=block_m, INTERPRETED=IS_INTERPRETED,
         # Four warps would not hold the accumulator of the widest tile.
         num_warps=max(settings.warps, block_m // 16), num_stages=settings.stages,
     )  # fmt: skip
