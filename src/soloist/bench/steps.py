@@ -6,6 +6,7 @@ done and thrown away, and drafts are kept by lot where acceptance is simulated.
 """
 
 import itertools
+import os
 import statistics
 import time
 import warnings
@@ -273,6 +274,8 @@ def _trace(meter: StepMeter) -> tuple[float, int]:
 
 def trace_gpu(run: Callable[[], object]) -> list[tuple[int, int, str]]:
     """Do something under the profiler, and give (begin ns, duration ns, name) of everything that ran on a GPU."""
+    # Else CUPTI stays in the process: every later replay costs the host 0.5 us a node, and a step 0.6 % more.
+    os.environ.setdefault("TEARDOWN_CUPTI", "1")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         run()
     assert trace.profiler is not None and trace.profiler.kineto_results is not None, "the trace goes on"
