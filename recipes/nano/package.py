@@ -17,8 +17,8 @@ DRAFT_FILES = ("config.json", "model*.safetensors")
 TEMPLATE = "{%- for message in messages -%}{{- message.content -}}{%- endfor -%}\n"
 MAX_WEIGHT_BYTES = 24 * 10**6
 EVAL_COMMAND = (
-    "soloist draft eval -m soloist-nano --draft {draft} --data prompts.jsonl --prompts 100 -n 128 --temperatures 0,0.7"
-    " --distinct 0.6 --device cuda"
+    "soloist draft eval -m soloist-nano --draft {draft} --data run/prompts.jsonl --prompts 100 -n 128"
+    " --temperatures 0,0.7 --distinct 0.6 --device cuda"
 )
 TARGET_CARD = """---
 license: apache-2.0
@@ -60,12 +60,18 @@ def copy(source: Path, destination: Path, patterns: tuple[str, ...]) -> None:
         shutil.copyfile(file, destination / file.name)
 
 
-def read_figures(file: Path, chosen: str) -> dict[str, Any] | None:
-    """Read a measurement, with the built-in names for folders of the run; None if it failed and left nothing."""
-    text = re.sub(r'[^\s"]*/train/\w+', "soloist-nano", file.read_text())
-    text = re.sub(r'[^\s"]*/drafts/(dspark\d+)', r"nano-\1", text).replace('"dspark dspark', '"dspark nano-dspark')
+def read_figures(file: Path, chosen: str, commit: str) -> dict[str, Any] | None:
+    """Read a measurement, with built-in names and relative paths; None if it failed and left nothing."""
+    text = file.read_text()
+    if not text:
+        return None
+    # Commands stay as they are typed beside a run in `run`, wherever the run was.
+    text = re.sub(r'[^\s"]*/((?:train|drafts)/\w+)', r"run/\1", text)
     text = text.replace(f'"model": "{chosen}"', '"model": "soloist-nano"').replace('"draft": "ds', '"draft": "nano-ds')
-    return dict(json.loads(text.replace(f'"{chosen}-looping"', '"soloist-nano-looping"'))) if text else None
+    text = text.replace('"dspark dspark', '"dspark nano-dspark')
+    figures = dict(json.loads(text.replace(f'"{chosen}-looping"', '"soloist-nano-looping"')))
+    # A benchmark asks git, which in a copy of the tree knows another commit or none.
+    return figures | ({"commit": commit} if "commit" in figures else {})
 
 
 def write_card(folder: Path, draft: str, figures: dict[str, Any], record: dict[str, Any]) -> None:
@@ -129,12 +135,12 @@ def main() -> None:
         (results / f"{case}.json").write_text(json.dumps({"case": case} | head | figures, indent=1) + "\n")
 
     write("nano-target", training | found)
-    beside = {name: read_figures(args.run / f"eval-{name}.json", chosen) for name in ("ngram", "mtp")}
+    beside = {name: read_figures(args.run / f"eval-{name}.json", chosen, args.commit) for name in ("ngram", "mtp")}
     for draft in ("dspark8", "dspark16"):
         copy(args.run / "drafts" / draft, package / draft, DRAFT_FILES)
         record = json.loads((args.run / "drafts" / draft / "training.json").read_text())
-        figures = read_figures(args.run / f"eval-{draft}.json", chosen)
-        looping = read_figures(args.run / f"looping-{draft}.json", chosen)
+        figures = read_figures(args.run / f"eval-{draft}.json", chosen, args.commit)
+        looping = read_figures(args.run / f"looping-{draft}.json", chosen, args.commit)
         write(f"nano-{draft}", {"draft": figures, "looping": looping, "training": record, "beside": beside})
         if figures is not None:
             write_card(package / draft, f"nano-{draft}", figures, record)

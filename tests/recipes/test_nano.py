@@ -20,6 +20,7 @@ sys.path.insert(0, str(RECIPE))
 import data  # noqa: E402
 import evaluate  # noqa: E402
 import forward as forward_module  # noqa: E402
+import package  # noqa: E402
 import polish  # noqa: E402
 import prepare_data  # noqa: E402
 import train_drafts  # noqa: E402
@@ -257,3 +258,24 @@ def test_drafts_train_for_the_time_they_are_given_and_the_schedule_ends_with_it(
     train_drafts.train_for(trainer, 0.6, tmp_path)
     assert 0.5 < time.perf_counter() - start < 3
     assert trainer.step == trainer.settings.num_steps > 100 and saved[-1] > 50
+
+
+def test_figures_name_no_place_of_the_machine_they_come_from(tmp_path):
+    command = "soloist bench -m {0}train/target --draft {0}drafts/dspark8 --workload looping"
+    found = {"case": "target-looping", "model": "target", "commit": "0123456+"}
+    found["command"] = command.format("/tmp/x/run/")
+    file = tmp_path / "looping-dspark8.json"
+    file.write_text(json.dumps(found | {"rungs": [{"case": "--draft /tmp/x/run/drafts/dspark8"}]}))
+    figures = package.read_figures(file, "target", "abcdef0")
+    assert figures == {
+        "case": "soloist-nano-looping",
+        "model": "soloist-nano",
+        "commit": "abcdef0",
+        "command": command.format("run/"),
+        "rungs": [{"case": "--draft run/drafts/dspark8"}],
+    }
+    file.write_text('{"model": "target", "draft": "dspark8", "drafter": "dspark dspark8"}')
+    names = {"model": "soloist-nano", "draft": "nano-dspark8", "drafter": "dspark nano-dspark8"}
+    assert package.read_figures(file, "target", "abcdef0") == names
+    file.write_text("")
+    assert package.read_figures(file, "target", "abcdef0") is None
