@@ -84,6 +84,7 @@ def test_simulated_acceptance_is_marked(target):
         ({"draft": "mtp"}, UnsupportedError, "a LlamaForCausalLM has no MTP layer"),
         ({"draft": "ngram", "draft_width": 17}, UsageError, "a draft width of 17 rows; allowed: 2 to 16"),
         ({"draft": "ngram", "draft_width": 1}, UsageError, "a draft width of 1 rows"),
+        ({"draft": "ngram", "draft_weights_dtype": "int8"}, UsageError, "prompt lookup has no weights"),
         ({"draft_width": 4}, UsageError, "name one as draft"),
         ({"adaptive_width": True}, UsageError, "name one as draft"),
         ({"draft": "off", "adaptive_width": True}, UsageError, "name one as draft"),

@@ -115,7 +115,7 @@ def test_a_token_that_rounding_does_not_explain_is_found():
     wanted = torch.tensor([[0.0, 3.0, 2.9], [0.0, 1.0, 5.0]])
     got = wanted + torch.tensor([[0.3, -0.1, 0.1], [0.0, 0.0, 0.1]])
     check_tokens_are_likely(wanted, got, [2, 2])
-    with pytest.raises(AssertionError, match="1 of 2 tokens up to 4.000 less likely"):
+    with pytest.raises(AssertionError, match=r"1 of 2 tokens up to 4\.000 less likely"):
         check_tokens_are_likely(wanted, got, [2, 1])
 
 

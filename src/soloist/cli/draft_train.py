@@ -1,6 +1,7 @@
 """`soloist draft train`: a draft for one's own model."""
 
 import json
+import math
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -39,7 +40,7 @@ def read_numbers(text: str, what: str) -> list[float]:
         numbers = [float(word) for word in text.split(",")]
     except ValueError:
         numbers = []
-    if not numbers or min(numbers) < 0:
+    if not numbers or not all(math.isfinite(number) and number >= 0 for number in numbers):
         raise UsageError(f"{what} is {text!r}; allowed: numbers of at least 0 with commas between, as 0,0.7,1")
     return numbers
 
@@ -145,6 +146,8 @@ def train(
         raise UsageError("--data says what to train on, --out where the draft goes")
     if steps is not None and seconds is not None:
         raise UsageError("--steps and --seconds are two ways to say the same: give one")
+    if dry_run and seconds is not None:
+        raise UsageError("--dry-run takes a few steps, whatever --seconds says: leave one out")
     import torch.distributed as dist
 
     from soloist.train.plan import bytes_ratio
@@ -173,9 +176,13 @@ def train(
         stores_heads=heads,
     )
     if dry_run:
-        settings, seconds = dry(settings), None
+        settings = dry(settings)
         num_prompts, num_tokens = min(num_prompts, DRY_PROMPTS), min(num_tokens, DRY_TOKENS)
     mix = read_numbers(temperatures, "--temperatures")
+    if url is None and url_model is not None:
+        raise UsageError(f"--url-model {url_model} names a model behind --url, which is not given")
+    if url is not None and source == "transformers":
+        raise UsageError("--url and --source transformers both say who answers: give one")
     check_data(data)
     device = _join_processes(device)
     llm = load_dense(model, device=device, dtype=dtype, threads=threads)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from soloist.errors import UnsupportedError
+from soloist.errors import UnsupportedError, UsageError
 from soloist.spec.draft_model import load_draft_model
 from soloist.spec.drafter import Drafter, NoDrafter
 from soloist.spec.dspark import make_random_dspark
@@ -17,6 +17,8 @@ MakeDrafter = Callable[[DrafterSetup], Drafter]
 
 
 def _make_prompt_lookup(setup: DrafterSetup) -> Drafter:
+    if setup.weights_dtype is not None:
+        raise UsageError("prompt lookup has no weights to hold otherwise: leave draft_weights_dtype out")
     return PromptLookup(
         max_context_len=setup.max_context_len,
         max_drafts=setup.max_drafts(NGRAM_DRAFTS),

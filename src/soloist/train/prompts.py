@@ -38,8 +38,10 @@ def check_data(path: Path) -> None:
     """Refuse what is neither a .jsonl file nor a folder.
 
     Raises:
-        UsageError: it is not.
+        UsageError: it is not, or is not there.
     """
+    if not path.exists():
+        raise UsageError(f"--data is {path}: there is no such file or folder")
     if not path.is_dir() and not (path.suffix == ".jsonl" and path.is_file()):
         raise UsageError(f"--data is {path}: give a .jsonl file or a folder of source files")
 

@@ -283,7 +283,8 @@ class Ownership:
         found = []
         if self.greedy_agreement is not None and self.greedy_agreement < MIN_GREEDY_AGREEMENT:
             found.append(f"only {self.greedy_agreement:.0%} of the greedy answers' tokens are the target's likeliest")
-        if self.surprise is not None and self.surprise > MAX_SURPRISE:
+        # A surprise that is no number is a fault too.
+        if self.surprise is not None and not self.surprise <= MAX_SURPRISE:
             found.append(f"drawn tokens are {self.surprise:.2f} nats less likely than the target's law says")
         if not found:
             return None

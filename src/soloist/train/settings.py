@@ -3,6 +3,7 @@
 The defaults are DeepSpec's where it has one, but for the optimiser: with Muon short runs learn more in a step.
 """
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -96,7 +97,8 @@ class ObjectiveSettings:
 
     def __post_init__(self) -> None:
         weights = (self.ce_weight, self.l1_weight, self.confidence_weight, self.length_weight)
-        _require(min(weights) >= 0 and max(weights) > 0, f"weights of the loss are {weights}; allowed: 0 and more")
+        are_weights = all(math.isfinite(weight) and weight >= 0 for weight in weights) and any(weights)
+        _require(are_weights, f"weights of the loss are {weights}; allowed: 0 and more, not all 0")
         _require(0 <= self.length_share <= 1, f"length_share is {self.length_share}; allowed: 0 to 1")
         _require(0 <= self.length_floor < 1, f"length_floor is {self.length_floor}; allowed: 0 to below 1")
         _require(self.decay_gamma is None or self.decay_gamma > 0, f"decay_gamma is {self.decay_gamma}; allowed: > 0")

@@ -220,6 +220,9 @@ class Trainer:
         s, store = self.settings, self._store
         if not isinstance(store, MemoryStore) or self.num_ranks > 1:
             raise UsageError("recorded steps need states that are kept in memory, and one process")
+        # Steps know texts by number, and take states as they are kept.
+        kept, own = ([text.token_ids for text in texts] for texts in (store.texts, self.texts))
+        assert kept == own and store.last.dtype == self.dtype, "the states are of other texts"
         count = s.documents_per_step
         texts = ResidentTexts(store, count=count, num_anchors=s.anchors_per_document, block_size=s.shape.block_size)
 
