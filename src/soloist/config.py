@@ -78,3 +78,11 @@ def disable_nccl_watchdog() -> None:
     """
     names = ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT", "RETHROW_CUDA_ERRORS")
     os.environ |= {f"TORCH_NCCL_{name}": "0" for name in names}
+
+
+def take_profiler_down() -> None:
+    """Have PyTorch's profiler take CUPTI out of this process behind a trace; called before one begins.
+
+    Else every later replay of a graph costs the host 0.5 us a node, and a step of it 0.6 % more.
+    """
+    os.environ.setdefault("TEARDOWN_CUPTI", "1")

@@ -6,7 +6,6 @@ done and thrown away, and drafts are kept by lot where acceptance is simulated.
 """
 
 import itertools
-import os
 import statistics
 import time
 import warnings
@@ -18,6 +17,7 @@ import torch
 from torch._C._autograd import DeviceType
 
 from soloist.bench.figures import Spread, spread
+from soloist.config import take_profiler_down
 from soloist.engine import Engine
 from soloist.kernels.clock import stamp
 from soloist.runtime.buffers import SamplingPlan, StepBuffers
@@ -274,8 +274,7 @@ def _trace(meter: StepMeter) -> tuple[float, int]:
 
 def trace_gpu(run: Callable[[], object]) -> list[tuple[int, int, str]]:
     """Do something under the profiler, and give (begin ns, duration ns, name) of everything that ran on a GPU."""
-    # Else CUPTI stays in the process: every later replay costs the host 0.5 us a node, and a step 0.6 % more.
-    os.environ.setdefault("TEARDOWN_CUPTI", "1")
+    take_profiler_down()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         run()
     assert trace.profiler is not None and trace.profiler.kineto_results is not None, "the trace goes on"
