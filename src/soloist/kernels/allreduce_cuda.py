@@ -13,7 +13,7 @@ from soloist.kernels.nvrtc import PRELUDE, launch, load_kernel
 
 # A thread looks at the clock after so many looks at its mailbox, and so many ns apart at whether its rank has given up:
 # that is in the host's memory, and thousands of threads that read it are slower than what they wait for. With a look
-# every 256 spins, 16 rows took 109 us instead of 3 once one rank was 200 us behind, `docs/log.md`.
+# every 256 spins, 16 rows took 109 us where 3 had been measured, `docs/log.md`.
 _SPINS_PER_LOOK = 256
 _NS_PER_HOST_LOOK = 1_000_000
 

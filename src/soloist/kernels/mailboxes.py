@@ -61,7 +61,7 @@ class Mailboxes:
     # (2, max_tokens) int32: the generation that is next for each row, of sums and of argmax.
     turns: torch.Tensor
     # () int32, on a GPU in pinned host memory, so that the host can write it whatever the device does: 1 once this rank
-    # or its host has given up. Later collectives then hardly wait.
+    # or its host has given up. Later collectives then wait a millisecond each.
     has_failed: torch.Tensor
     # () int32, on a GPU in pinned host memory, which kernels write: 0, or 1 + the rank that did not come.
     error: torch.Tensor
