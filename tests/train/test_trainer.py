@@ -12,10 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from soloist.errors import CheckpointError, NumericsError, UsageError
 from soloist.models import load_model
 from soloist.train.capture import MemoryStore, StateStore, bytes_per_token, fits_in_memory
+from soloist.train.generate import Request, generate
 from soloist.train.settings import DraftShape, ObjectiveSettings
 from soloist.train.trainer import Trainer, learning_rate
 from tests.miniature import write_checkpoint
@@ -150,6 +152,38 @@ def test_steps_of_one_shape_train_as_packed_ones(tmp_path: Path):
     assert abs(packed.measure().loss - recorded.measure().loss) < 1e-2
     with pytest.raises(UsageError, match="kept in memory"):
         Trainer(target, texts, replace(settings, is_recorded=True))
+
+
+def test_attention_is_kept_from_cudnn_while_its_shapes_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    attend, found = F.scaled_dot_product_attention, set()
+
+    def listen(*args, **kwargs):
+        found.add(torch.backends.cuda.cudnn_sdp_enabled())
+        return attend(*args, **kwargs)
+
+    def heard() -> set[bool]:
+        seen = set(found)
+        found.clear()
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        return seen
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", listen)
+    target = load_target(tmp_path)
+    texts, settings = make_texts(target, 12), make_settings(num_steps=2)
+    requests = [Request(prompt_ids=text.token_ids, temperature=0.0) for text in texts]
+    generate(target, requests, max_new_tokens=3, num_tokens=9, eos_token_ids=(), seed=0)
+    assert heard() == {False}
+    layers = settings.shape.config_for(target.config).target_layer_ids
+    store = MemoryStore(texts, target, layers, torch.float32)
+    assert heard() == {False}
+    packed = Trainer(target, texts, settings, store=store)
+    packed.run()
+    assert heard() == {False}
+    packed.measure()
+    assert heard() == {False}
+    # One shape for all steps is planned once.
+    Trainer(target, texts, replace(settings, is_recorded=True), store=store).run()
+    assert heard() == {True}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are a GPU's")

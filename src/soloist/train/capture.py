@@ -23,6 +23,7 @@ from soloist.models.causal_lm import CausalLM
 from soloist.models.memory import free_bytes
 from soloist.train.batches import Text, digest_of
 from soloist.train.documents import Documents, send
+from soloist.train.operators import changing_shapes
 from soloist.train.packed import final_norm_packed, forward_packed
 
 # Share of the free memory that states kept in memory may take.
@@ -43,6 +44,7 @@ class States:
 
 
 @torch.no_grad()
+@changing_shapes()
 def read_states(
     model: CausalLM, input_ids: torch.Tensor, documents: Documents, layers: Sequence[int], dtype: torch.dtype
 ) -> States:

@@ -169,6 +169,7 @@ class _Sequences:
 
 
 @torch.no_grad()
+@op.changing_shapes()
 def generate(
     model: CausalLM,
     requests: Sequence[Request],

@@ -7,7 +7,8 @@ own dtype. Norms, softmax, gates and the recurrence are computed in fp32 (fp64 f
 Owns norms, linear maps, rotary, the two attentions and the experts; the recurrence is in `kda`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,20 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
     wide = widen(x)
     return F.rms_norm(wide, weight.shape, weight.to(wide.dtype), eps).to(x.dtype)
+
+
+@contextmanager
+def changing_shapes() -> Iterator[None]:
+    """Keep PyTorch's attention from cuDNN while its shapes are others in every call.
+
+    cuDNN comes first on the newest GPUs, and plans each shape that it has not met, which takes longer than the pass.
+    """
+    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was_enabled)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

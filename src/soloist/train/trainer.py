@@ -34,6 +34,7 @@ from soloist.train.objective import (
     make_weights,
     slot_weights,
 )
+from soloist.train.operators import changing_shapes
 from soloist.train.packed import dense, final_norm_weight
 from soloist.train.resident import Found, RecordedStep, ResidentTexts
 from soloist.train.settings import TrainSettings
@@ -283,7 +284,8 @@ class Trainer:
         if self._recorded is not None:
             return self._recorded.run(numbers, draw_bases(numbers, s.seed, step), is_last_stage)
         batch, states = self._read(numbers, step)
-        return batch, *self._update(batch, states, is_last_stage)
+        with changing_shapes():
+            return batch, *self._update(batch, states, is_last_stage)
 
     def _update(self, batch: Batch, states: States, is_last_stage: bool) -> tuple[torch.Tensor, SlotFigures]:
         """Change the parameters, without the host."""
@@ -339,6 +341,7 @@ class Trainer:
         )
 
     @torch.no_grad()
+    @changing_shapes()
     def measure(self) -> Figures:
         """Predict the acceptance length on held-out texts, along the text as it is (teacher forcing).
 
