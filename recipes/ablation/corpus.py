@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True, help="folder of train.jsonl.gz and tokenizer.json")
     parser.add_argument("--prompts", type=Path, required=True, help="what recipes/nano/prompts.py wrote")
     parser.add_argument("--out", type=Path, required=True, help="folder")
-    parser.add_argument("--count", type=int, default=8000, help="most prompts to train on")
+    parser.add_argument("--count", type=int, default=4000, help="most prompts to train on, as many as ablate.py reads")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     prompts = [json.loads(line)["prompt"] for line in args.prompts.read_text().splitlines()]
