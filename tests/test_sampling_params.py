@@ -13,10 +13,13 @@ from soloist.sampling_params import SamplingParams
 @pytest.mark.parametrize(
     ("field", "value", "allowed"),
     [
-        ("temperature", -0.1, "0 (greedy), or 0.00001 and more"),
+        ("temperature", -0.1, "0 (greedy), or from 0.00001 to 100000"),
         ("temperature", 1e-9, "0 (greedy)"),
         ("temperature", math.nan, "0 (greedy)"),
         ("temperature", math.inf, "0 (greedy)"),
+        # Finite, but not in fp32, and an integer that no float holds.
+        ("temperature", 1e39, "0 (greedy)"),
+        ("frequency_penalty", 10**400, "from -2 to 2"),
         ("temperature", "hot", "0 (greedy)"),
         ("temperature", None, "0 (greedy)"),
         ("top_k", 0, "at least 1, or None for all tokens"),
@@ -69,6 +72,7 @@ def test_more_tokens_at_least_than_at_most_are_refused():
         {"temperature": 0},
         {"temperature": 1e-5},
         {"temperature": 5},
+        {"temperature": 1e5},
         {"top_p": 1},
         {"min_p": 1.0},
         {"seed": -(2**63)},

@@ -1,6 +1,5 @@
 """What a request asks of the sampler and when it ends. Owns the checks of each field; draws nothing."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,7 +20,7 @@ class SamplingParams:
     """
 
     temperature: float = 0.0
-    """0 takes the likeliest token and draws no random number; 1 samples the model's own law. 0, or at least 1e-5."""
+    """0 takes the likeliest token and draws no random number; 1 samples the model's own law. 0, or in [1e-5, 1e5]."""
     top_k: int | None = None
     """Keep the k likeliest tokens. None: all."""
     top_p: float = 1.0
@@ -61,9 +60,9 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
-        # Smaller ones vanish in fp32.
+        # Smaller ones vanish in fp32, as does what larger ones leave of the logits.
         if self.temperature != 0:
-            _require_number("temperature", self.temperature, 1e-5, math.inf, "0 (greedy), or 0.00001 and more")
+            _require_number("temperature", self.temperature, 1e-5, 1e5, "0 (greedy), or from 0.00001 to 100000")
         if self.top_k is not None:
             _require_integer("top_k", self.top_k, 1, None, "at least 1, or None for all tokens")
         _require_number("top_p", self.top_p, 1e-5, 1, "above 0 (from 0.00001), up to 1")
@@ -110,7 +109,8 @@ class SamplingParams:
 
 
 def _require_number(name: str, value: float, low: float, high: float, allowed: str) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # NaN fails every comparison.
     if not is_number or not low <= value <= high:
         raise UsageError(f"{name} is {value!r}; allowed: {allowed}")
 
