@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from soloist.errors import UnsupportedError
 from soloist.kernels import moe, moe_step_cuda
 from soloist.kernels.launch import IS_INTERPRETED
 from soloist.kernels.linear import norm_linear
@@ -109,6 +110,34 @@ def test_a_step_equals_its_reference(T: int, num_shared: int):
 @pytest.mark.parametrize("T", [1, 7])
 def test_other_sizes_and_routers_equal_the_reference(T: int, settings: RouterSettings, E: int, D: int, F: int):
     check(make_call(T, settings=settings, E=E, D=D, F=F))
+
+
+def test_a_group_may_be_one_expert():
+    settings = RouterSettings(num_experts_per_tok=2, n_group=32, topk_group=4, routed_scaling_factor=2.5)
+    check(make_call(3, E=32, D=32, F=32, settings=settings))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"D": 36}, "hidden size of 36"),
+        ({"D": 5640, "E": 32, "F": 8}, "hidden size up to 5632"),
+        ({"E": 40}, "40 of them"),
+        ({"F": 12}, "experts of size 12"),
+    ],
+)
+def test_what_has_no_kernel_is_refused_by_name(sizes: dict[str, int], message: str):
+    with pytest.raises(UnsupportedError, match=message):
+        run(make_call(2, **sizes))
+
+
+def test_another_dtype_is_refused_by_name():
+    call = make_call(1)
+    call = {name: x.half() if isinstance(x, torch.Tensor) and x.dtype == BF16 else x for name, x in call.items()}
+    with pytest.raises(
+        UnsupportedError, match=r"torch\.float16 have no GPU kernel for a step: run the model in bfloat16"
+    ):
+        run(call, logits=rand(1, 32, dtype=torch.float32))
 
 
 @pytest.mark.parametrize(("limit", "shared_limit"), [(None, 0.5), (0.4, 0.5), (0.4, None)])

@@ -30,6 +30,8 @@ MAX_ROWS = 16
 READ_AHEAD_BYTES = 6 << 20
 # Shared memory that activations may take.
 _SHARED_BYTES = 160 * 1024
+# Largest hidden size of which MAX_ROWS rows and every lane's sums fit the shared memory beside the choice.
+_MAX_HIDDEN = 5632
 
 _SOURCE = (
     PRELUDE
@@ -129,7 +131,8 @@ __device__ void choose_of_token(Choice& s, int t, const float* logits, const flo
             second = fmaxf(fminf(first, other_first), fmaxf(second, other_second));
             first = fmaxf(first, other_first);
         }
-        const float mine = first + second;
+        // Of a single expert there is no second.
+        const float mine = PER_LANE * LANES_PER_GROUP > 1 ? first + second : first;
         const int group = lane / LANES_PER_GROUP;
         int rank = 0;
 #pragma unroll
@@ -409,7 +412,7 @@ def run_experts(
     """Choose and run the experts of a step; weights, limits and width as `moe` in `kernels/moe.py` takes them.
 
     Args:
-        x: (T, D) bf16 residual stream, T <= 16.
+        x: (T, D) bf16 residual stream, T <= 16, D <= 5632.
         norm_weight: (D) bf16.
         eps: of the norm.
         logits: (T, E) fp32, E a multiple of 32 up to 1024.
@@ -431,13 +434,16 @@ def run_experts(
     T, D = x.shape
     E, _, F = down.shape
     num_shared, rest = divmod(0 if shared_down is None else shared_down.shape[1], F)
-    assert x.dtype == norm_weight.dtype == gate_up.dtype == torch.bfloat16 and x.is_contiguous() and T <= MAX_ROWS
-    if rest or D % 8 or F % 8 or E % 32 or E > 1024 or 32 % router.n_group or router.num_experts_per_tok > 32:
+    if x.dtype != torch.bfloat16:
+        raise UnsupportedError(f"experts in {x.dtype} have no GPU kernel for a step: run the model in bfloat16")
+    assert x.dtype == norm_weight.dtype == gate_up.dtype and x.is_contiguous() and T <= MAX_ROWS
+    is_sized = D % 8 == F % 8 == E % 32 == rest == 0 and D <= _MAX_HIDDEN and E <= 1024
+    if not is_sized or 32 % router.n_group or router.num_experts_per_tok > 32:
         raise UnsupportedError(
             f"experts of size {F} ({E} of them in {router.n_group} groups, {router.num_experts_per_tok} a token, "
             f"{num_shared * F + rest} shared) on a hidden size of {D} have no GPU kernel; it takes hidden and expert "
-            "sizes that are multiples of 8, up to 1024 experts in multiples of 32, groups that divide 32, up to 32 "
-            "experts a token, and shared experts of a multiple of the experts' size"
+            f"sizes that are multiples of 8, the hidden size up to {_MAX_HIDDEN}, up to 1024 experts in multiples of "
+            "32, groups that divide 32, up to 32 experts a token, and shared experts of a multiple of the experts' size"
         )
     # A step of one token, and every other.
     rows = 1 if T == 1 else MAX_ROWS
