@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
+from soloist.errors import UnsupportedError
 from soloist.kernels import kda, kda_commit_cuda, kda_verify_cuda
 from soloist.kernels.kda_inputs import KdaCache, KdaKept, KdaRows, KdaWeights
 from soloist.kernels.launch import IS_INTERPRETED, arrival_counters, programmatic_launch
@@ -302,3 +303,11 @@ def test_chained_launches_give_the_bits_of_separate_ones(law: str):
         expected = run()
     for _ in range(5):
         assert all(torch.equal(x, y) for x, y in zip(run(), expected, strict=True))
+
+
+@pytest.mark.parametrize("T", [1, 5])
+def test_heads_without_a_kernel_are_refused_by_name(T: int):
+    layer = Layer("ling", K=24)
+    form = kda.kda_step if T == 1 else kda.kda_chunk
+    with pytest.raises(UnsupportedError, match="heads of 24 keys and 64 values have no GPU kernel"):
+        form(layer.rows(T), layer.weights, layer.cache)

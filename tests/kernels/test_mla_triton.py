@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from soloist.errors import UnsupportedError
 from soloist.kernels import mla, mla_triton
 from soloist.kernels.launch import IS_INTERPRETED, arrival_counters
 from soloist.kernels.mla_inputs import MlaRows, MlaWeights
@@ -144,3 +145,8 @@ def test_a_step_gives_the_same_bits_every_time(T: int):
     first = run(call)
     for _ in range(1 if IS_INTERPRETED else 20):
         assert torch.equal(run(call), first)
+
+
+def test_a_rank_without_a_kernel_is_refused_by_name():
+    with pytest.raises(UnsupportedError, match=r"rank 96 with 32 \+ 16 keys and 64 values a head has no GPU kernel"):
+        run(make_call(2, 5, latent=96))

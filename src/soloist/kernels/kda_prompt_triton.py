@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from soloist.kernels.kda_triton import BLOCK_V, DOT_PRECISION, ROWS, log_decay, shift_window, window_rows
+from soloist.kernels.kda_triton import BLOCK_V, DOT_PRECISION, ROWS, check_head, log_decay, shift_window, window_rows
 
 
 @triton.jit
@@ -315,6 +315,7 @@ def run_prompt(
 ) -> torch.Tensor:
     """Launch `kda_chunk`; arguments as there."""
     H, V, K = state.shape
+    check_head(K, V)
     T, C = qkv.shape[0], conv.shape[1]
     blocks = triton.cdiv(T, ROWS)
 

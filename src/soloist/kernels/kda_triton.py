@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from soloist.errors import UnsupportedError
 from soloist.kernels.kda_inputs import KdaCache, KdaRows, KdaWeights
 from soloist.kernels.launch import (
     IS_INTERPRETED,
@@ -64,7 +65,6 @@ def step_kernel(
     LOWER_BOUND: tl.constexpr,
     HAS_WIDTH: tl.constexpr,
     PDL: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """One token of one head. state (H, V, K) and conv (3, C) are written in place, at a width above 0.
 
@@ -163,6 +163,18 @@ def shift_window(x_ptr, conv_ptr, num_rows, i_c, stride_t, C: tl.constexpr):
     tl.store(conv_ptr + i_tail[:, None] * C + i_c[None, :], b_tail, mask=(i_tail < 3)[:, None])
 
 
+def check_head(K: int, V: int) -> None:
+    """Refuse a head whose sizes no Triton kernel takes.
+
+    Raises:
+        UnsupportedError: keys or values are of another number than a power of two from 16 on.
+    """
+    if any(size < 16 or size & (size - 1) for size in (K, V)):
+        raise UnsupportedError(
+            f"KDA heads of {K} keys and {V} values have no GPU kernel; it takes 16, 32, 64 or 128 of each"
+        )
+
+
 def step(
     rows: KdaRows,
     weights: KdaWeights,
@@ -172,6 +184,7 @@ def step(
 ) -> torch.Tensor:
     """Launch `kda_step`; arguments as there."""
     H, V, K = cache.state.shape
+    check_head(K, V)
     out = torch.empty((1, H * V), dtype=rows.qkv.dtype, device=rows.qkv.device)
     step_kernel[(H,)](
         *rows,
@@ -187,7 +200,6 @@ def step(
         H=H,
         LOWER_BOUND=weights.lower_bound,
         HAS_WIDTH=width is not None,
-        INTERPRETED=IS_INTERPRETED,
         num_warps=8,
         **pdl_options(),
     )

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from soloist.errors import UnsupportedError
 from soloist.kernels.launch import (
     IS_INTERPRETED,
     arrival_counters,
@@ -414,6 +415,17 @@ def _combine(
     return out
 
 
+def _check_sizes(rows: MlaRows, weights: MlaWeights) -> None:
+    R, V = weights.latent_rank, weights.v_head_dim
+    P = rows.kv.shape[1] - R
+    K = rows.q.shape[1] // weights.num_heads - P
+    if any(size < 16 or size & (size - 1) for size in (R, P, K, V)):
+        raise UnsupportedError(
+            f"latent attention of rank {R} with {K} + {P} keys and {V} values a head has no GPU kernel; it takes powers"
+            " of two from 16 on"
+        )
+
+
 def attend(
     rows: MlaRows,
     weights: MlaWeights,
@@ -422,6 +434,7 @@ def attend(
     rotary: RotaryTable | None,
 ) -> torch.Tensor:
     """Launch `mla_attention` for a step of T <= 16 rows; arguments as there."""
+    _check_sizes(rows, weights)
     query = _prepare(rows, weights, latent_cache, context_len, rotary)
     splits = _attend_splits(query, latent_cache, context_len, weights.latent_rank, weights.scale)
     return _combine(splits, rows.gate, weights)
