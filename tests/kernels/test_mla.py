@@ -1,13 +1,15 @@
 """MLA: absorbed and naive forms equal the equations written in fp64; the cache is touched only where it should be."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from soloist.kernels import mla
+from soloist.kernels import mla, mla_prompt
 from soloist.kernels.mla_inputs import MlaRows, MlaWeights
 from soloist.kernels.rotary import RotaryTable, make_rotary_table
 
@@ -180,3 +182,42 @@ def test_shapes_that_disagree_are_refused() -> None:
         run(call | {"rotary": replace(call["rotary"], cos=call["rotary"].cos[:, 1:])})
     with pytest.raises(AssertionError, match="context_len: dtype"):
         run(call | {"context_len": torch.tensor(1)})
+
+
+class _Peak(TorchDispatchMode):
+    """Notes how many bytes were allocated at once inside the block, beside the inputs."""
+
+    def __init__(self, inputs: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.num_bytes = self.most_bytes = 0
+        self._held = {x.untyped_storage().data_ptr(): 0 for x in inputs if isinstance(x, torch.Tensor)}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, torch.Tensor) and (address := x.untyped_storage().data_ptr()) not in self._held:
+                self._held[address] = x.untyped_storage().nbytes()
+                self.num_bytes += self._held[address]
+                self.most_bytes = max(self.most_bytes, self.num_bytes)
+                weakref.finalize(x.untyped_storage(), self._free, address)
+        return out
+
+    def _free(self, address: int) -> None:
+        self.num_bytes -= self._held.pop(address)
+
+
+@pytest.mark.parametrize("V", [20, 44])
+def test_what_a_prompt_takes_for_each_position_is_counted(V: int, monkeypatch: pytest.MonkeyPatch):
+    H, K, P, R, T = 5, 24, 8, 16, 4
+    monkeypatch.setattr(mla_prompt, "_attend_causally", lambda q, k, v, scale: q.clone())
+
+    def take(start: int) -> int:
+        S = start + T
+        q, kv, gate = torch.zeros(T, H * (K + P)), torch.zeros(T, R + P), torch.zeros(T, H)
+        w_kv_b, latents, angles = torch.zeros(H * (K + V), R), torch.zeros(S, R + P), torch.zeros(S, P // 2)
+        inputs = (q, kv, gate, torch.ones(R), 1e-6, w_kv_b, latents, start, angles, angles)
+        with _Peak(inputs) as peak:
+            mla_prompt.attend(*inputs, num_heads=H, v_head_dim=V, scale=1.0)
+        return peak.most_bytes
+
+    assert take(500) - take(100) == 400 * 4 * mla_prompt.expanded_values(H, K, P, V)

@@ -131,7 +131,9 @@ def test_a_context_is_as_large_as_this_ranks_memory_allows(
     assert footprint.kv_bytes_per_position and (fixed > 0) == (family == "bailing_moe_v3")
     # As on a GPU, where all of it is asked for before any is allocated.
     monkeypatch.setattr("soloist.runtime.runner._SCRATCH_BYTES", {"cpu": 4096})
-    monkeypatch.setattr("soloist.models.memory.free_bytes", lambda device: held + 4096)
+    room = held + 90 * model.prompt_bytes_per_position + 4096
+    assert (model.prompt_bytes_per_position > 0) == (family == "bailing_moe_v3")
+    monkeypatch.setattr("soloist.models.memory.free_bytes", lambda device: room)
     with pytest.raises(DoesNotFitError, match="the largest context that fits is 90 tokens"):
         ModelRunner(model, max_context_len=91)
     assert ModelRunner(model, max_context_len=90).max_context_len == 90

@@ -11,6 +11,19 @@ from soloist.kernels.norm import rms_norm_ref
 from soloist.kernels.rotary import apply_rotary_ref
 
 
+def expanded_values(num_heads: int, K: int, P: int, V: int) -> int:
+    """Count the numbers that `attend` holds for every position at once, all heads: keys, values, and both padded.
+
+    Args:
+        num_heads: H.
+        K: Kn, of a key without its rotary part.
+        P: of that part.
+        V: of a value.
+    """
+    size = max(K + P, V)
+    return num_heads * ((K + V) + (K + P) + size + (size if size > K + P else 0))
+
+
 def _attend_causally(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     """Attention of the last T of S positions, each to those up to it: (1, H, T, X), (1, H, S, X) twice."""
     if q.is_cuda and q.element_size() == 2:
@@ -63,7 +76,10 @@ def attend(
     def as_heads(x: torch.Tensor) -> torch.Tensor:
         return F.pad(x, (0, size - x.shape[2])).transpose(0, 1)[None]  # (1, H, T or S, size)
 
-    a = _attend_causally(as_heads(queries), as_heads(keys), as_heads(expanded[..., -V:]), scale)
+    # All positions' keys: padding by nothing would copy them.
+    padded_keys = as_heads(keys) if keys.shape[2] < size else keys.transpose(0, 1)[None]
+
+    a = _attend_causally(as_heads(queries), padded_keys, as_heads(expanded[..., -V:]), scale)
     a = a[0, ..., :V].transpose(0, 1)  # (T, H, V)
     if gate is not None:
         a = a * torch.sigmoid(gate.float()).to(a.dtype)[..., None]

@@ -52,6 +52,11 @@ class CausalLM(ABC):
     # What a step reads, the weights as they are held; set by `load_model`.
     footprint: Footprint
 
+    @property
+    def prompt_bytes_per_position(self) -> int:
+        """Memory that a GPU takes, while it reads a prompt, for every position in the cache; beside the cache."""
+        return 0
+
     @classmethod
     def ignores_tensor(cls, config: "ModelConfig", name: str) -> bool:
         """Say whether a checkpoint of this `config` may hold tensor `name` although the model never asks for it.

@@ -13,6 +13,7 @@ import torch
 from soloist.errors import ContextLengthError
 from soloist.kernels.allreduce import embed
 from soloist.kernels.linear import norm_linear
+from soloist.kernels.mla_prompt import expanded_values
 from soloist.kernels.norm import rms_norm
 from soloist.kernels.rotary import RotaryTable
 from soloist.models.cache import Cache, StepKind
@@ -106,6 +107,13 @@ class HybridCausalLM(CausalLM):
             return DenseFeedForward(weights, prefix, hidden_size=D, intermediate_size=F, eps=config.rms_norm_eps)
         limit, shared_limit = config.swiglu_limits(layer)
         return MixtureOfExperts(weights, prefix, config.moe, limit=limit, shared_limit=shared_limit)
+
+    @property
+    def prompt_bytes_per_position(self) -> int:
+        mla = self.config.mla
+        num_heads = self.group.share(mla.num_heads)
+        values = expanded_values(num_heads, mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim)
+        return values * self.dtype.itemsize
 
     def make_cache(self, max_context_len: int, max_width: int = 16) -> Cache:
         config = self.config

@@ -74,7 +74,7 @@ class ModelRunner:
         try:
             if wanted <= limit and model.device.type in _SCRATCH_BYTES:
                 # With what steps and prompts take besides: it should be missing now rather than in the first answer.
-                needed = _fixed_bytes(model) + num_rows * model.footprint.kv_bytes_per_position
+                needed = _fixed_bytes(model) + num_rows * _bytes_per_position(model)
                 memory.check_fits(needed, model.device, f"a context of {num_rows} tokens, with room to work,")
             self.cache = model.make_cache(num_rows, max_width)
         except DoesNotFitError as error:
@@ -218,10 +218,16 @@ def _fixed_bytes(model: CausalLM) -> int:
     return footprint.state_bytes + footprint.conv_state_bytes + _SCRATCH_BYTES.get(model.device.type, 0)
 
 
+def _bytes_per_position(model: CausalLM) -> int:
+    """Give what this rank needs for each position: its rows of the cache, and what a prompt makes of them."""
+    is_counted = model.device.type in _SCRATCH_BYTES
+    return model.footprint.kv_bytes_per_position + (model.prompt_bytes_per_position if is_counted else 0)
+
+
 def _largest_context(model: CausalLM, overhang: int) -> str:
     """Say in words how many tokens of context fit beside the weights."""
     room = memory.free_bytes(model.device) - _fixed_bytes(model)
-    largest = int(room / model.footprint.kv_bytes_per_position) - overhang
+    largest = int(room / _bytes_per_position(model)) - overhang
     return (
         f"the largest context that fits is {largest} tokens" if largest >= 2 else "no context fits beside the weights"
     )
