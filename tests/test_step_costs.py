@@ -60,6 +60,15 @@ def test_a_table_is_measured_once_for_each_kind(target, folder: Path, tmp_path: 
     assert len(measured) == 3 == len(list((tmp_path / "step-costs").iterdir()))
 
 
+@pytest.mark.parametrize("names", [("draft model", "recurrent draft model"), ("dspark", "dspark, chosen")])
+def test_another_draft_of_the_same_kind_has_a_table_of_its_own(target, folder: Path, tmp_path: Path, names):
+    drafters = [make(name, target, folder) for name in names]
+    assert len({(drafter.name, drafter.max_drafts) for drafter in drafters}) == 1
+    for drafter in drafters:
+        known_costs(make_engine(target, drafter), tmp_path)
+    assert len(list((tmp_path / "step-costs").iterdir())) == 2
+
+
 def test_a_folder_that_cannot_be_written_costs_a_measurement(target, folder: Path, tmp_path: Path):
     blocked = tmp_path / "file"
     blocked.write_text("")

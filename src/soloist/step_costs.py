@@ -60,7 +60,9 @@ def _key(engine: Engine) -> str:
     report = getattr(model, "report", None)
     held = (model.dtype, None if report is None else sorted(report.bytes_by_format.items()))
     versions = (soloist.__version__, torch.__version__)
-    drafter = (engine.drafter.name, engine.drafter.max_drafts)
+    # Drafts of one kind are told apart by what they read.
+    width = engine.runner.buffers.max_width
+    drafter = (engine.drafter.name, engine.drafter.max_drafts, engine.drafter.read_bytes(width, _PROMPT_TOKENS))
     parts = (machine, model.group.size, versions, model.architecture, model.config, held, drafter, engine.execution)
     return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
 
