@@ -8,8 +8,10 @@ import torch
 
 from soloist.draft_check import check_draft
 from soloist.engine import Engine
+from soloist.kernels.launch import delayed_producers
 from soloist.models import load_model
 from soloist.models.causal_lm import CausalLM
+from soloist.runtime.buffers import SamplingPlan
 from soloist.runtime.runner import ModelRunner
 from soloist.sampling_params import SamplingParams
 from soloist.spec.costs import StepCosts
@@ -121,6 +123,25 @@ def test_replayed_drafts_are_those_of_eager_steps(folder: Path, name: str, famil
     assert all(len(text) == 40 for text in texts)
     if name == "twin" and not is_adaptive:
         assert min(kept) > 20
+
+
+@pytest.mark.parametrize("phase", [0, 1])
+@pytest.mark.parametrize("kind", PARAMS)
+@pytest.mark.parametrize(("name", "family"), CASES)
+def test_no_kernel_of_a_draft_reads_before_it_has_waited(folder: Path, name: str, family: str, kind: str, phase: int):
+    """As `tests/runtime/test_waits.py` holds of the target's. A draft that was read too early is kept less often."""
+    found = []
+    for execution in (EAGER, BEST):
+        engine = make_engine(folder, name, family, execution)
+        engine.adapt_width(StepCosts(plain_ms=1.0, step_ms=(1.0, 1.2, 1.4, 1.6)))
+        engine.switch = None
+        if execution is BEST:
+            with delayed_producers(phase):
+                engine.prepare(SamplingPlan.of(PARAMS[kind]))
+        generation = engine.generate([5, 6, 7, 8, 9] * 6, PARAMS[kind])
+        tokens = [t for result in generation for t in result.token_ids]
+        found.append((tokens, generation.stats.drafted_histogram, generation.stats.accepted_histogram))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(("name", "family"), CASES)
