@@ -112,23 +112,6 @@ static void multiply_tile(float* c, unsigned a0, unsigned a1, unsigned a2, unsig
     cpu_warps[warp].wait();
 }
 
-static std::vector<const void*> cpu_rows;
-// `ldmatrix.x4`: lane l names a row of 8 bf16 of matrix l / 8.
-static void cpu_load_matrices(unsigned (&to)[4], const void* row, bool is_transposed) {
-    const int me = threadIdx.x, warp = me / 32, g = me % 32 / 4, piece = me % 4;
-    cpu_rows[me] = row;
-    cpu_warps[warp].wait();
-    for (int i = 0; i < 4; ++i) {
-        unsigned halves[2];
-        for (int k = 0; k < 2; ++k) {
-            const int of_row = is_transposed ? 2 * piece + k : g, column = is_transposed ? g : 2 * piece + k;
-            halves[k] = ((const unsigned short*)cpu_rows[warp * 32 + 8 * i + of_row])[column];
-        }
-        to[i] = halves[0] | halves[1] << 16;
-    }
-    cpu_warps[warp].wait();
-}
-
 static void (*cpu_body)();
 static std::vector<char> cpu_is_done;
 static void cpu_main() {
@@ -146,7 +129,6 @@ struct CpuResting {
     std::vector<CpuBarrier> warps;
     std::vector<unsigned> exchange;
     std::vector<CpuFragments> fragments;
-    std::vector<const void*> rows;
     CpuBarrier program;
     // Of each thread: the cluster's barrier that it has come to, and whether it waits there.
     std::vector<int> round;
@@ -167,12 +149,6 @@ static void wait_for_cluster() {
     for (; mine.round[me] == cpu_cluster_barrier.round; cpu_yield()) mine.is_waiting[me] = 1;
     mine.is_waiting[me] = 0;
 }
-// In a loop that waits for what another program of the cluster writes.
-static bool cpu_is_resting;
-static void cpu_rest() {
-    cpu_is_resting = true;
-    cpu_yield();
-}
 template <class T> static void store_to_peer(T* p, int program, T x) {
     if (program == cpu_program_of_cluster) *p = x;
     else std::memcpy(&cpu_cluster[program].shared[(char*)p - __start_shared_memory], &x, sizeof x);
@@ -185,7 +161,6 @@ static void cpu_exchange_resting(CpuResting& p) {
     std::swap(p.warps, cpu_warps);
     std::swap(p.exchange, cpu_exchange);
     std::swap(p.fragments, cpu_fragments);
-    std::swap(p.rows, cpu_rows);
     std::swap(p.program, cpu_program);
     std::swap_ranges(p.shared.begin(), p.shared.end(), __start_shared_memory);
 }
@@ -203,7 +178,6 @@ static void cpu_run(int programs, int threads, void (*body)()) {
         p.warps.assign(threads / 32, {32});
         p.exchange.assign(threads, 0);
         p.fragments.assign(threads, {});
-        p.rows.assign(threads, nullptr);
         p.program = {threads};
         p.round.assign(threads, 0);
         p.is_waiting.assign(threads, 0);
@@ -222,9 +196,8 @@ static void cpu_run(int programs, int threads, void (*body)()) {
             CpuResting& p = cpu_cluster[cpu_program_of_cluster];
             blockIdx.x = first_block + cpu_program_of_cluster;
             cpu_exchange_resting(p);
-            // Until all threads are done or wait for the cluster, or one for another program.
-            cpu_is_resting = false;
-            for (bool goes_on = true; goes_on && !cpu_is_resting;) {
+            // Until all threads are done or wait for the cluster.
+            for (bool goes_on = true; goes_on;) {
                 goes_on = false;
                 for (int i = 0; i < threads; ++i) {
                     if (cpu_is_done[i]) continue;

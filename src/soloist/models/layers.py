@@ -9,8 +9,8 @@ from typing import ClassVar, Self
 import torch
 
 from soloist.errors import ContextLengthError, UnsupportedError
-from soloist.kernels.allreduce import embed
-from soloist.kernels.attention_block import attention_block
+from soloist.kernels.allreduce import embed, linear_all_reduce
+from soloist.kernels.attention import attention
 from soloist.kernels.linear import norm_linear
 from soloist.kernels.norm import rms_norm
 from soloist.kernels.rotary import RopeScaling, RotaryTable, YarnScaling, make_rotary_table
@@ -136,8 +136,8 @@ class GroupedQueryAttention:
         self.q_norm = weights.tensor(Part(name=f"{at}q_norm.weight", shape=(K,))) if has_qk_norm else None
         self.k_norm = weights.tensor(Part(name=f"{at}k_norm.weight", shape=(K,))) if has_qk_norm else None
         self.o_proj = weights.linear(Part(name=f"{at}o_proj.weight", shape=(D, H * K), split=columns(H)))
-        # What is read behind it, in order; the model says.
-        self.upcoming: tuple[Weight, ...] = ()
+        # What is read behind the attention, in order; the model adds the block behind this one.
+        self.upcoming: tuple[Weight, ...] = (self.o_proj,)
 
     def __call__(
         self,
@@ -148,24 +148,22 @@ class GroupedQueryAttention:
         rotary: RotaryTable,
     ) -> torch.Tensor:
         """Mix the rows of the residual stream (T, D) with the cache (G, S, K) of this layer and add the result."""
-        return attention_block(
-            x,
-            self.norm,
-            self.eps,
-            self.qkv_proj,
-            self.qkv_bias,
-            self.o_proj,
+        qkv = norm_linear(x, self.norm, self.eps, self.qkv_proj, self.qkv_bias)  # (T, (H+2G)*K)
+        heads = attention(
+            qkv,
             k_cache,
             v_cache,
             context_len,
             rotary.cos,
             rotary.sin,
             num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
             q_norm=self.q_norm,
             k_norm=self.k_norm,
-            group=self.group,
+            eps=self.eps,
             upcoming=self.upcoming,
-        )
+        )  # (T, H*K)
+        return linear_all_reduce(heads, self.o_proj, x, self.group)
 
 
 class DenseCausalLM(CausalLM):
@@ -202,7 +200,7 @@ class DenseCausalLM(CausalLM):
         )
         D, F = config.hidden_size, config.intermediate_size
         feed_forward = DenseFeedForward(weights, prefix, hidden_size=D, intermediate_size=F, eps=config.rms_norm_eps)
-        mixer.upcoming = (feed_forward.gate_up,)
+        mixer.upcoming = (mixer.o_proj, feed_forward.gate_up)
         return mixer, feed_forward
 
     @classmethod
