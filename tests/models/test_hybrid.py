@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from soloist.errors import ContextLengthError, UnsupportedError
+from soloist.models import load_model
 from soloist.models.cache import StepKind
 from soloist.models.causal_lm import HiddenCapture
-from tests.miniature import draw_tensors
+from tests.miniature import draw_tensors, miniature_config
 from tests.models import hybrid_oracle
 from tests.models.hybrid_models import (
     VARIANTS,
@@ -38,6 +39,15 @@ def model(variant, tmp_path_factory):
 @pytest.fixture(scope="module")
 def kimi(tmp_path_factory):
     return load(tmp_path_factory.mktemp("kimi"), "kimi")
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [("bailing_moe_v3", {"topk_group": 1, "num_experts_per_tok": 5}), ("kimi_linear", {"num_experts_per_token": 15})],
+)
+def test_a_token_that_takes_more_experts_than_its_groups_have_is_refused(family: str, sizes: dict[str, int]):
+    with pytest.raises(UnsupportedError, match=r"a token takes (5 experts of 4|15 experts of 14), those of 1 of"):
+        load_model(miniature_config(family, **sizes), weights="random")
 
 
 def test_logits_and_residual_streams_are_those_of_the_formulas(model, variant):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from soloist.errors import UnsupportedError
 from soloist.kernels.allreduce import all_reduce_add, linear_all_reduce
 from soloist.kernels.linear import norm_swiglu
 from soloist.kernels.moe import RouterSettings, moe
@@ -67,6 +68,14 @@ class MoESettings:
     expert_maps: tuple[str, str, str]
     # Of the norm before the block.
     eps: float
+
+    def __post_init__(self) -> None:
+        kept = self.router.topk_group * (self.num_experts // self.router.n_group)
+        if kept < self.router.num_experts_per_tok:
+            raise UnsupportedError(
+                f"config.json: a token takes {self.router.num_experts_per_tok} experts of {kept}, those of"
+                f" {self.router.topk_group} of {self.router.n_group} groups"
+            )
 
 
 class MixtureOfExperts:
