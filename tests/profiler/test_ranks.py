@@ -108,6 +108,20 @@ def test_traces_that_do_not_belong_together_are_refused():
         compare(machines)
 
 
+def test_traces_of_different_times_are_not_matched_by_chance():
+    with pytest.raises(UsageError, match=r"rank1\.json begins .* s after rank0\.json has ended"):
+        compare(run_ranks([0.0, 0.0], clocks_us=[0.0, 60e6]))
+
+
+def test_traces_that_do_not_say_their_rank_are_kept_apart(tmp_path: Path):
+    paths = []
+    for machine in run_ranks([0.0, 150.0]):
+        paths.append(tmp_path / f"{machine.rank}.json")
+        paths[-1].write_text(json.dumps(machine.document() | {"distributedInfo": {}}))
+    assert main(["profile", "--trace", *map(str, paths), "--save", str(tmp_path / "saved-{rank}.json")]) == 0
+    assert sorted(path.name for path in tmp_path.glob("saved*")) == ["saved-0.json", "saved-1.json"]
+
+
 def test_two_traces_make_one_merged_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     paths = []
     for machine in run_ranks([0.0, 150.0], clocks_us=[0.0, 7_300.0]):

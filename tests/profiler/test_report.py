@@ -10,10 +10,10 @@ import pytest
 
 from soloist.cli import main
 from soloist.errors import UsageError
-from soloist.profiler.analysis import analyse
+from soloist.profiler.analysis import Place, analyse
 from soloist.profiler.budget import missed, parse_budgets
 from soloist.profiler.kineto import load_trace, parse_trace, save_trace, to_chrome
-from soloist.profiler.report import as_json, in_words, short_name
+from soloist.profiler.report import _source, as_json, in_words, short_name
 from soloist.profiler.timeline import MAX_ITEMS, as_html
 from tests.profiler.decoding import analysis_of, decode, read_item, trace_of
 from tests.profiler.simulated import Machine
@@ -114,6 +114,29 @@ def test_a_budget_that_is_not_understood_is_refused_with_what_is_allowed(text: s
         parse_budgets(text)
 
 
+@pytest.mark.parametrize(("text", "why"), [("idle>5", "5% or 0.05"), ("syncs>5%", "only idle is a share")])
+def test_a_budget_that_can_never_tell_anything_is_refused(text: str, why: str):
+    with pytest.raises(UsageError, match=why):
+        parse_budgets(text)
+
+
+def test_no_conditions_are_not_all_conditions_met(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(decode(read_item).document()))
+    assert main(["profile", "--trace", str(path), "--fail-on", ""]) == 2
+    assert "is not understood" in capsys.readouterr().err
+
+
+def test_callers_are_told_from_what_the_line_called():
+    frames = ("json/encoder.py:258", "json/__init__.py:231", "work.py:11", "main.py:3")
+    place = Place(where="work.py:11", function="work", text="json.dumps(page)", stack=frames)
+    assert _source(place) == [
+        "      > json.dumps(page)",
+        "      in json/encoder.py:258 < json/__init__.py:231",
+        "      from main.py:3",
+    ]
+
+
 def test_a_missed_budget_gives_exit_code_4(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(json.dumps(decode(read_item).document()).encode()))
@@ -131,6 +154,11 @@ def test_a_missed_budget_gives_exit_code_4(tmp_path: Path, capsys: pytest.Captur
         (b'{"a": 1}', "no list of traceEvents"),
         (b'{"traceEvents": []}', "holds no event of a GPU"),
         (b"\x1f\x8bbroken", "is no Chrome trace"),
+        (b"[1, 2]", "an event that torch.profiler does not write"),
+        (b'[{"ph": "X", "cat": "kernel", "ts": 1, "dur": 5}]', "KeyError: 'name'"),
+        (b'[{"ph": "X", "cat": "kernel", "name": "k", "ts": "soon", "dur": 5}]', "ValueError"),
+        (b'{"traceEvents": [], "soloist": {}}', "KeyError: 'stacks'"),
+        (b'[{"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 0}]', "spans no time"),
     ],
 )
 def test_a_file_that_is_no_trace_is_refused_in_one_line(

@@ -66,6 +66,14 @@ def test_a_program_that_repeats_nothing_is_one_step():
     assert steps.origin is Origin.NONE and len(steps) == 1
 
 
+def test_marks_with_no_work_between_them_are_no_steps():
+    machine = Machine()
+    machine.launch("kernel", 5.0)
+    trace = trace_of(machine)
+    trace.marks_us = [trace.calls[0].start_us - 10.0 + i for i in range(8)]
+    assert find_steps(trace).origin is Origin.NONE
+
+
 def test_only_the_last_steps_are_looked_at():
     trace = trace_of(decode())
     all_steps = find_steps(trace)

@@ -70,7 +70,7 @@ def profile(
     from soloist.profiler.report import in_words, ranks_in_words
     from soloist.profiler.timeline import as_html
 
-    budgets = parse_budgets(fail_on) if fail_on else ()
+    budgets = () if fail_on is None else parse_budgets(fail_on)
     exit_code = 0
     traces: list[Trace] = []
     # A program may run for long before there is something to write.
@@ -102,8 +102,9 @@ def profile(
         if ranks is not None:
             print(ranks_in_words(ranks, analyses), file=sys.stderr)
     if save is not None:
-        for trace in traces:
-            save_trace(trace, Path(str(save).replace("{rank}", str(trace.rank or 0))))
+        for i, trace in enumerate(traces):
+            # Ranks that their traces do not name are numbered as given, as in the report.
+            save_trace(trace, Path(str(save).replace("{rank}", str(i if trace.rank is None else trace.rank))))
     if html is not None:
         html.write_text(as_html(traces, analyses, ranks), encoding="utf-8")
     complaints = missed(budgets, analyses)

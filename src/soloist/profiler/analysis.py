@@ -149,7 +149,7 @@ def analyse(trace: Trace, *, max_steps: int = DEFAULT_STEPS) -> Analysis:
         max_steps: look at the last so many steps; names come from any step.
 
     Raises:
-        UsageError: the trace has no work of a GPU.
+        UsageError: the trace has no work of a GPU, or spans no time.
     """
     if not trace.works:
         raise UsageError(f"{trace.name} has no work of a GPU: there is nothing to wait for")
@@ -162,6 +162,8 @@ def analyse(trace: Trace, *, max_steps: int = DEFAULT_STEPS) -> Analysis:
     works = [work for work in trace.works if work.device == device]
     spans = busy_spans(works)
     window_us = steps.gpu_us[-1] - steps.gpu_us[0]
+    if window_us <= 0:
+        raise UsageError(f"{trace.name} spans no time: there is nothing to tell shares of")
     busy_ms = busy_us(spans, steps.gpu_us[0], steps.gpu_us[-1]) / 1e3
     waits = find_waits(trace)
     inside = [wait for wait in waits if steps.host_us[0] <= wait.start_us < steps.host_us[-1]]

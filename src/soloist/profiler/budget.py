@@ -16,6 +16,8 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
 }
 _BUDGET = re.compile(r"\s*(?P<name>\w+)\s*(?P<operator>[<>]=?)\s*(?P<value>\d+(?:\.\d+)?)\s*(?P<percent>%?)\s*")
+# Of a whole, so that percents are meant: as 5% or as 0.05.
+_SHARES = ("idle",)
 _METRICS: dict[str, Callable[[Analysis], float]] = {
     "syncs": lambda a: a.syncs_per_step,
     "idle": lambda a: a.idle_share,
@@ -47,7 +49,7 @@ def parse_budgets(text: str) -> tuple[Budget, ...]:
     """Read conditions, as in "syncs>0,idle>5%".
 
     Raises:
-        UsageError: one is not understood.
+        UsageError: one is not understood, or could never hold.
     """
     budgets = []
     for part in text.split(","):
@@ -58,6 +60,15 @@ def parse_budgets(text: str) -> tuple[Budget, ...]:
                 f" NAME one of {', '.join(_METRICS)}, OPERATOR one of {' '.join(_OPERATORS)}; as in syncs>0,idle>5%"
             )
         value = float(match["value"]) / (100 if match["percent"] else 1)
+        if match["name"] in _SHARES and value > 1:
+            raise UsageError(
+                f"--fail-on: {part.strip()!r} can never tell anything, since {match['name']} is a share of 1: for 5 of"
+                " 100 say 5% or 0.05"
+            )
+        if match["name"] not in _SHARES and match["percent"]:
+            raise UsageError(
+                f"--fail-on: {part.strip()!r} has a percent sign, and only {' and '.join(_SHARES)} is a share"
+            )
         budgets.append(Budget(metric=match["name"], operator=match["operator"], value=value))
     return tuple(budgets)
 

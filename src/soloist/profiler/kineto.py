@@ -47,7 +47,13 @@ def load_trace(path: Path) -> Trace:
         raise UsageError(
             f"{path} is no Chrome trace ({error}); allowed: JSON of torch.profiler, plain or .gz"
         ) from None
-    trace = parse_trace(document, path.name)
+    try:
+        trace = parse_trace(document, path.name)
+    # What a trace of PyTorch's profiler has in every event.
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"{path} has an event that torch.profiler does not write ({type(error).__name__}: {error}): is it damaged?"
+        ) from None
     if not trace.works and not trace.calls:
         raise UsageError(
             f"{path} holds no event of a GPU: record it with ProfilerActivity.CUDA among the activities, "

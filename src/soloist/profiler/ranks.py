@@ -17,6 +17,8 @@ from soloist.profiler.trace import GpuWork, Trace
 _COLLECTIVE = re.compile(r"nccl|all_?reduce|all_?gather|reduce_?scatter|cross_device|one_shot|two_shot", re.IGNORECASE)
 # By how many collectives the clocks may be wrong about which belong together.
 _MAX_SHIFT = 64
+# Clocks of one time are not further apart: what lies between two traces then is no error of a clock.
+_MAX_APART_US = 1e6
 # A rank that is behind the others by less is not late.
 _LATE_US = 2.0
 
@@ -57,7 +59,7 @@ def compare_ranks(traces: Sequence[Trace], analyses: Sequence[Analysis]) -> Rank
         analyses: of the same, in the same order.
 
     Raises:
-        UsageError: two traces have the same rank, or they have no collectives in common.
+        UsageError: two traces have the same rank, or they have no collectives in common, by what or by when they are.
     """
     ranks = [trace.rank if trace.rank is not None else i for i, trace in enumerate(traces)]
     if len(set(ranks)) < len(ranks):
@@ -68,6 +70,8 @@ def compare_ranks(traces: Sequence[Trace], analyses: Sequence[Analysis]) -> Rank
         raise UsageError(f"{', '.join(missing)} has no collective: nothing ties its clock to the others'")
     origins = [trace.origin_ns or 0 for trace in traces]
     clocks_us = [(origin - origins[0]) / 1e3 if all(origins) else 0.0 for origin in origins]
+    if all(origins):
+        _expect_one_time(traces, collectives, clocks_us)
     aligned = [_Aligned(shift=0, offset_us=0.0)]
     for i in range(1, len(traces)):
         aligned.append(_align(collectives[0], collectives[i], clocks_us[i], has_clock=all(origins)))
@@ -79,6 +83,19 @@ def compare_ranks(traces: Sequence[Trace], analyses: Sequence[Analysis]) -> Rank
         for j in range(first, last)
     ]
     return _judge(ranks, [analysis.name for analysis in analyses], aligned, shifts_us, starts)
+
+
+def _expect_one_time(traces: Sequence[Trace], collectives: Sequence[list[GpuWork]], clocks_us: Sequence[float]) -> None:
+    """Raise `UsageError` unless all traces have collectives of one time: pairs of others would match by chance."""
+    begins = [found[0].start_us + clock_us for found, clock_us in zip(collectives, clocks_us, strict=True)]
+    ends = [found[-1].end_us + clock_us for found, clock_us in zip(collectives, clocks_us, strict=True)]
+    late, early = max(range(len(begins)), key=lambda i: begins[i]), min(range(len(ends)), key=lambda i: ends[i])
+    apart_us = begins[late] - ends[early]
+    if apart_us > _MAX_APART_US:
+        raise UsageError(
+            f"{traces[late].name} begins {apart_us / 1e6:.3g} s after {traces[early].name} has ended, by their clocks: record"
+            " the ranks at the same time"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -117,7 +117,12 @@ def _gaps(analysis: Analysis) -> list[str]:
 
 def _source(place: Place) -> list[str]:
     lines = [f"      > {place.text}"] if place.text else []
-    callers = [frame for frame in place.stack if frame != place.where][:_MAX_STACK]
+    if place.where not in place.stack:
+        return lines
+    at = place.stack.index(place.where)
+    # Below the line: what it called, of PyTorch or Python. Above it: who called its function.
+    inner, callers = place.stack[:at], place.stack[at + 1 :][:_MAX_STACK]
+    lines += [f"      in {' < '.join(inner[:_MAX_STACK])}"] if inner else []
     return [*lines, f"      from {' < '.join(callers)}"] if callers else lines
 
 

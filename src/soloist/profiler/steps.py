@@ -86,7 +86,8 @@ def find_steps(trace: Trace) -> Steps:
     launches = _launches(trace)
     edges = [(mark, gpu) for mark in trace.marks_us if (gpu := _gpu_start_behind(launches, mark)) is not None]
     origin = Origin.MARKER
-    if len(edges) <= MIN_REPEATS:
+    # Marks of a program that used the GPU only behind them all stand at one moment of the GPU.
+    if len(edges) <= MIN_REPEATS or edges[0][1] == edges[-1][1]:
         origin, edges = Origin.REPETITION, [(call.start_us, gpu_us) for call, _, gpu_us in _repetition(launches)]
     if len(edges) <= MIN_REPEATS:
         first_us = min([call.start_us for call in trace.calls] + [work.start_us for work in trace.works])
