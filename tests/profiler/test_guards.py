@@ -53,6 +53,8 @@ READS: dict[str, Callable[[], object]] = {
     "arange": lambda: torch.arange(torch.tensor(3)),
     "full": lambda: torch.full((2,), x[0]),
     "end of a slice": lambda: x[: torch.tensor(2)],
+    "tensor of tensors": lambda: torch.tensor([x[0], x[1]]),
+    "as_tensor of tensors": lambda: torch.as_tensor((x[0], 2.0)),
     "complex": lambda: complex(x[0]),
     "inverse": lambda: torch.linalg.inv(torch.eye(2)),
     "one_hot": lambda: torch.nn.functional.one_hot(torch.tensor([0, 2])),
@@ -62,6 +64,8 @@ READS: dict[str, Callable[[], object]] = {
     "stream": lambda: torch.cuda.Stream.synchronize(None),
 }
 CLEAN: dict[str, Callable[[], object]] = {
+    "tensor of numbers": lambda: torch.tensor([1.0, 2.0]),
+    "as_tensor of a tensor": lambda: torch.as_tensor(x),
     "arithmetic": lambda: (x * 2 + 1).sum(),
     "slices": lambda: x[1:][None, ..., -1],
     "gather": lambda: x[torch.tensor([0, 2])],

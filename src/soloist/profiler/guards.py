@@ -107,6 +107,19 @@ _READS: dict[str, Callable[..., bool]] = {
     "to": _blocks_to,
     "tolist": _always,
 }
+
+
+def _has_list(data: Any, *args: Any, **kwargs: Any) -> bool:
+    """Say whether a tensor is made of a list: elements that are tensors are read one by one."""
+    return isinstance(data, list | tuple)
+
+
+# (owner, name), and when they read: what makes tensors does it out of sight of a dispatch mode.
+_READERS: dict[tuple[Any, str], Callable[..., bool]] = {
+    **{(torch.Tensor, name): reads for name, reads in _READS.items()},
+    (torch, "tensor"): _has_list,
+    (torch, "as_tensor"): _has_list,
+}
 # (owner, name): wait for whatever was enqueued.
 _WAITS = (
     (torch.cuda, "synchronize"),
@@ -136,15 +149,14 @@ def no_host_sync(devices: Sequence[str] = DEVICES) -> Iterator[None]:
             GPU.
     """
     thread = threading.get_ident()
-    patches = [(torch.Tensor, name) for name in _READS] + list(_WAITS)
+    patches = [*_READERS, *_WAITS]
     has_gpu = "cuda" in devices and torch.cuda.is_available()
     mode = torch.cuda.get_sync_debug_mode() if has_gpu else 0
     others = [device for device in devices if device != "cuda"]
     # None: the class has the method from a parent, and gets it back from there.
     saved = [(owner, name, vars(owner).get(name)) for owner, name in patches]
     for owner, name in patches:
-        is_wait = (owner, name) in _WAITS
-        setattr(owner, name, _guarded(getattr(owner, name), name, None if is_wait else _READS[name], devices, thread))
+        setattr(owner, name, _guarded(getattr(owner, name), name, _READERS.get((owner, name)), devices, thread))
     if has_gpu:
         torch.cuda.set_sync_debug_mode("error")
     try:
