@@ -3,6 +3,7 @@
 import pytest
 
 from soloist.bench.figures import RequestFigures, spread, summarise
+from soloist.errors import UsageError
 
 
 def figures(**changed) -> RequestFigures:
@@ -32,7 +33,14 @@ def test_time_per_token_counts_tokens_and_gaps_count_chunks():
 
 
 def test_an_answer_of_one_token_has_no_time_per_token():
-    assert figures(completion_tokens=1).tpot_ms is None
+    short = figures(completion_tokens=1, ttft_s=0.7, e2e_s=0.7, chunk_gaps_s=())
+    assert short.tpot_ms is None
+    # Beside others it counts for what it has.
+    summary, alone = summarise([[figures(), short]]), summarise([[figures()]])
+    assert summary.num_short == 1 and summary.num_requests == 2 and summary.ttft_ms == pytest.approx(600.0)
+    assert summary.tpot_ms == alone.tpot_ms and summary.decode_tok_per_s == alone.decode_tok_per_s
+    with pytest.raises(UsageError, match="a time per token needs two"):
+        summarise([[short, short]])
 
 
 def test_repeats_show_their_spread():
@@ -63,8 +71,8 @@ def test_plain_decoding_has_a_length_of_one_and_no_rate():
 
 
 def test_a_prompt_from_a_cache_makes_a_run_warm():
-    assert not summarise([[figures(cached_tokens=None)]]).is_warm
-    assert summarise([[figures()], [figures(cached_tokens=64)]]).is_warm
+    assert summarise([[figures(cached_tokens=None)]]).cached_share == 0
+    assert summarise([[figures()], [figures(cached_tokens=64)]]).cached_share == pytest.approx(0.32)
 
 
 def test_tenths_are_interpolated():

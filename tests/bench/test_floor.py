@@ -110,6 +110,11 @@ def test_measured_experts_replace_the_expected_ones(flash, tmp_path: Path):
     assert table.widths[1].experts_gb == pytest.approx(uniform[4] * 20.0 / 31.3, rel=0.01)
     with pytest.raises(UsageError, match="are none of"):
         price("flash", flash, settings(distinct_experts={7: 30.0}))
+    # Another model's.
+    with pytest.raises(UsageError, match=r"600 experts in a step, and flash has 512 in a layer"):
+        price("flash", flash, settings(distinct_experts={16: 600.0}))
+    assert "experts of a layer as measured" in in_words(table)
+    assert "experts chosen uniformly" in in_words(price("flash", flash, settings()))
     path.write_text("{}")
     with pytest.raises(UsageError, match="has no distinct_experts_by_width"):
         read_distinct_experts(path)
@@ -137,10 +142,20 @@ def test_a_number_of_gpus_that_the_engine_refuses_is_priced_and_said(gpus: str, 
     assert f"on {gpus} GPUs" in out and "this engine refuses it" in out and why in out
 
 
-def test_what_cannot_be_priced_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_what_cannot_be_priced_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     floor = ["bench", "--floor", "-m", "qwen2.5-coder-0.5b-instruct"]
     assert main([*floor, "--bandwidth", "20", "--context", "-5"]) == 2
     assert "--context is -5; allowed: 0 and more" in capsys.readouterr().err
+    assert main([*floor, "--bandwidth", "inf"]) == 2
+    assert "--bandwidth is inf; allowed: a finite number" in capsys.readouterr().err
+    assert main([*floor, "--bandwidth", "20", "--all-reduce-us", "3"]) == 2
+    assert "add --gpus" in capsys.readouterr().err
+    experts = tmp_path / "experts.json"
+    experts.write_text('{"distinct_experts_by_width": {"4": 31.3}}')
+    assert main([*floor, "--bandwidth", "20", "--experts", str(experts)]) == 2
+    assert "has none: it was measured with another model" in capsys.readouterr().err
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert main([*floor, "--device", "cuda"]) == 2
     assert "PyTorch sees 0 CUDA devices" in capsys.readouterr().err

@@ -50,5 +50,5 @@ def test_our_server_answers_as_many_tokens_as_the_engine(tiny: Path, url: str, n
     tokens = [figures.completion_tokens for figures in ours]
     assert remote.model == "tiny" and remote.warm.completion_tokens == round(sum(tokens) / len(tokens))
     assert remote.prompt_tokens == tuple(figures.prompt_tokens for figures in ours)
-    assert not remote.warm.is_warm
+    assert remote.warm.cached_share < 0.2
     assert remote.warm.tpot_ms.mean > 0

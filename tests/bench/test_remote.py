@@ -22,7 +22,7 @@ class FakeServer:
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
-        self.status = 200
+        self.status = self.list_status = 200
         self.refused_field = ""
         # Chunks of visible text, and what the usage says.
         self.chunks = ["one two", " three", " four five"]
@@ -40,7 +40,7 @@ class FakeServer:
                 pass
 
             def do_GET(self) -> None:
-                self._send(json.dumps({"data": outer.models}).encode())
+                self._send(json.dumps({"data": outer.models}).encode(), outer.list_status)
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -125,7 +125,7 @@ def test_the_same_prompts_go_over_in_the_same_order(fake: FakeServer):
 
 def test_a_cache_on_the_other_side_is_seen(fake: FakeServer):
     fake.usage = {"prompt_tokens": 17, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 12}}
-    assert measure_remote(Server(fake.url), workload(TEXT), repeats=1).warm.is_warm
+    assert measure_remote(Server(fake.url), workload(TEXT), repeats=1).warm.cached_share > 0
 
 
 def test_thoughts_are_visible_and_comments_are_not(fake: FakeServer):
@@ -190,9 +190,29 @@ def test_a_server_that_cannot_be_measured_is_told_so(fake: FakeServer):
     fake.extra = ["data: {broken\n\n"]
     with pytest.raises(ServerError, match="not JSON"):
         server.run_request(TEXT, workload(TEXT))
+    fake.extra, fake.usage = [], {"total_tokens": 5}
+    with pytest.raises(ServerError, match="sent no usage with prompt_tokens and completion_tokens"):
+        server.run_request(TEXT, workload(TEXT))
     fake.models = []
     with pytest.raises(ServerError, match="--against-model"):
         Server(fake.url)
+    fake.list_status = 401
+    with pytest.raises(ServerError, match="answered 401: give its key with --against-key"):
+        Server(fake.url)
+    fake.list_status = 404
+    with pytest.raises(ServerError, match=r"lists no model \(it answered 404\); name one"):
+        Server(fake.url)
+
+
+def test_an_error_that_is_none_is_overlooked(fake: FakeServer):
+    fake.extra = ['data: {"error": null, "choices": []}\n\n']
+    assert Server(fake.url).run_request(TEXT, workload(TEXT)).completion_tokens == 5
+
+
+def test_an_answer_of_the_end_token_alone_has_a_time_to_it(fake: FakeServer):
+    fake.chunks, fake.usage = [], {"prompt_tokens": 17, "completion_tokens": 1}
+    figures = Server(fake.url).run_request(TEXT, workload(TEXT))
+    assert figures.ttft_s > 0 and figures.tpot_ms is None and figures.chunk_gaps_s == ()
 
 
 def test_a_url_that_leads_nowhere_is_refused():

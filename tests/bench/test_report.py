@@ -117,9 +117,15 @@ def test_a_result_without_a_time_per_token_is_not_drawn(tmp_path: Path, capsys: 
 
 
 def test_a_chart_that_cannot_be_written_costs_no_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    for chart in (tmp_path / "none" / "x.svg", tmp_path):
+    (tmp_path / "folder.svg").mkdir()
+    for chart in (tmp_path / "none" / "x.svg", tmp_path / "folder.svg"):
         assert main(["bench", "-m", "no-such-model", "--chart", str(chart)]) == 2
         assert "cannot be written: give a file in a folder that is there" in capsys.readouterr().err
+
+
+def test_a_chart_is_no_other_picture_than_its_name_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["bench", "-m", "no-such-model", "--chart", str(tmp_path / "x.png")]) == 2
+    assert "must end in .svg" in capsys.readouterr().err
 
 
 def test_the_chart_is_valid_and_to_scale():
@@ -161,7 +167,7 @@ def test_a_run_says_what_it_measured(tiny: Path, tmp_path: Path, capsys: pytest.
     run = json.loads(capsys.readouterr().out)
     assert run["details"]["input_tokens"] == pytest.approx(60, abs=6)
     assert run["details"]["output_tokens"] == 8 and run["details"]["num_requests"] == 2
-    assert not run["details"]["is_warm"] and run["command"].startswith("soloist")
+    assert run["details"]["cached_share"] == 0 and run["command"].startswith("soloist")
     assert run["tpot_ms_p10"] <= run["tpot_ms_median"] <= run["tpot_ms_p90"]
     assert run["decode_tok_per_s"] == pytest.approx(1e3 / run["tpot_ms_mean"], rel=0.05)
     assert run["share_of_floor"] == pytest.approx(run["floor_step_ms"] / run["step_ms_median"])

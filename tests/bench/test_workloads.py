@@ -51,6 +51,10 @@ def test_another_run_begins_otherwise_so_that_no_server_has_read_its_prompts():
     assert texts[0].startswith("123456 Second. Why is") and texts[1].startswith("123457 Second. Why is")
 
 
+def test_code_begins_as_code():
+    assert make("code").repeat(0)[0].text.startswith(f"# {RUN} First.\nimport heapq\n")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_workload_has_prompts_and_asks_for_as_much_as_told(name: str):
     workload = make(name)

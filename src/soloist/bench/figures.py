@@ -9,6 +9,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from soloist.errors import UsageError
+
 # A long answer of a reasoning model: what a person feels of all the milliseconds.
 FELT_TOKENS = 5000
 
@@ -54,6 +56,8 @@ class Summary:
     """Statistics over the requests of some repeats."""
 
     num_requests: int
+    # Of them, those with an answer of one token, which has no time per token; their TTFT counts.
+    num_short: int
     prompt_tokens: int
     completion_tokens: int
     ttft_ms: float
@@ -70,8 +74,8 @@ class Summary:
     acceptance_rate: float | None
     # Rows of a step, mean; None: not known.
     mean_width: float | None
-    # A part of some prompt came out of a cache: TTFT is that of a warm one.
-    is_warm: bool
+    # Of the tokens of all prompts, those that came out of a cache and were not read; 0: none, or it is not known.
+    cached_share: float
 
     @property
     def felt_s(self) -> float:
@@ -88,10 +92,15 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def summarise(repeats: Sequence[Sequence[RequestFigures]]) -> Summary:
-    """Summarise repeats of the same requests; every request has at least two tokens."""
+    """Summarise repeats of the same requests.
+
+    Raises:
+        UsageError: no answer of some repeat has a second token.
+    """
     requests = [request for repeat in repeats for request in repeat]
     tpots = [request.tpot_ms for request in requests if request.tpot_ms is not None]
-    assert len(tpots) == len(requests), "an answer of one token has no time per token"
+    if any(all(request.tpot_ms is None for request in repeat) for repeat in repeats):
+        raise UsageError("all answers are of one token, and a time per token needs two: choose another workload")
     gaps = [1e3 * gap for request in requests for gap in request.chunk_gaps_s]
     rates = [_decode_tok_per_s(repeat) for repeat in repeats]
     forwards = _total([request.forwards for request in requests])
@@ -100,6 +109,7 @@ def summarise(repeats: Sequence[Sequence[RequestFigures]]) -> Summary:
     num_tokens = sum(request.completion_tokens for request in requests)
     return Summary(
         num_requests=len(requests),
+        num_short=len(requests) - len(tpots),
         prompt_tokens=round(statistics.fmean(request.prompt_tokens for request in requests)),
         completion_tokens=round(num_tokens / len(requests)),
         ttft_ms=1e3 * statistics.median(request.ttft_s for request in requests),
@@ -112,13 +122,14 @@ def summarise(repeats: Sequence[Sequence[RequestFigures]]) -> Summary:
         acceptance_length=num_tokens / forwards if forwards else None,
         acceptance_rate=accepted / drafted if drafted and accepted is not None else None,
         mean_width=1 + drafted / forwards if forwards and drafted is not None else None,
-        is_warm=any(request.cached_tokens for request in requests),
+        cached_share=sum(request.cached_tokens or 0 for request in requests)
+        / sum(request.prompt_tokens for request in requests),
     )
 
 
 def _decode_tok_per_s(requests: Sequence[RequestFigures]) -> float:
-    seconds = sum(request.e2e_s - request.ttft_s for request in requests)
-    return sum(request.completion_tokens - 1 for request in requests) / seconds
+    timed = [request for request in requests if request.tpot_ms is not None]
+    return sum(request.completion_tokens - 1 for request in timed) / sum(r.e2e_s - r.ttft_s for r in timed)
 
 
 def _total(values: Sequence[int | None]) -> int | None:

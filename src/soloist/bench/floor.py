@@ -1,6 +1,7 @@
 """Pricing a model without its weights: what a step must move, and the time no machine of a bandwidth can go below."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +37,14 @@ class FloorSettings:
     def __post_init__(self) -> None:
         if self.context_len < 0:
             raise UsageError(f"--context is {self.context_len}; allowed: 0 and more")
+        figures = {
+            "--bandwidth": self.bandwidth_gb_per_s,
+            "--all-reduce-us": self.all_reduce_us,
+            "--draft-gb": self.draft_bytes,
+        }
+        for name, figure in figures.items():
+            if not math.isfinite(figure):
+                raise UsageError(f"{name} is {figure}; allowed: a finite number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +90,18 @@ def acceptance_length(width: int, rate: float) -> float:
 
 
 def price(model: str, footprint: Footprint, settings: FloorSettings) -> FloorTable:
-    """Price every width of a step."""
+    """Price every width of a step.
+
+    Raises:
+        UsageError: the measured experts are not this model's, or of widths that are not priced.
+    """
     measured = settings.distinct_experts
+    if measured and max(measured.values()) > footprint.num_experts:
+        has = f"{footprint.num_experts} in a layer" if footprint.num_experts else "none"
+        raise UsageError(
+            f"--experts has {max(measured.values()):g} experts in a step, and {model} has {has}: it was measured with"
+            " another model"
+        )
     widths = []
     for width in WIDTHS:
         if measured and width not in measured:
@@ -171,6 +190,7 @@ def in_words(table: FloorTable) -> str:
         f"{s.bandwidth_gb_per_s:.0f} GB/s ({how}), {s.context_len} tokens of context,"
         f" {table.num_all_reduces} all-reduces per step of {s.all_reduce_us:g} us",
         f"drafting reads {s.draft_bytes / 1e9:.3f} GB per step and GPU" if s.draft_bytes else "drafting is not priced",
+        *_experts_in_words(table),
         *([] if s.refusal is None else [f"note: priced, but this engine refuses it: {s.refusal}"]),
         "",
         f"{'part':<28} {'GB':>9} {'GB per token':>13}",
@@ -182,10 +202,16 @@ def in_words(table: FloorTable) -> str:
     for floor in table.widths:
         experts = f"{floor.distinct_experts:>8.1f}" if floor.distinct_experts else f"{'':>8}"
         rates = " ".join(f"{tpot_ms:>7.3f}" for tpot_ms in floor.tpot_ms)
-        lines.append(f"{floor.width:>5} {experts} {floor.gb_per_gpu:>8.2f} {floor.step_ms:>9.3f}   {rates}")
+        lines.append(f"{floor.width:>5} {experts} {floor.gb_per_gpu:>8.3f} {floor.step_ms:>9.3f}   {rates}")
     best = " ".join(f"{width:>7}" for width in table.best_widths)
     lines.append(f"{'best width':<33}   {best}")
     return "\n".join(lines)
+
+
+def _experts_in_words(table: FloorTable) -> list[str]:
+    if not table.widths[0].distinct_experts:
+        return []
+    return ["experts of a layer as measured" if table.settings.distinct_experts else "experts chosen uniformly"]
 
 
 def _header() -> str:

@@ -62,12 +62,14 @@ class Server:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self.name: str | None = None
+        # What it answered instead of a list.
+        self._why_none = ""
         # Most servers know the field or overlook it; some refuse it by name, and then go without.
         self.knows_ignore_eos = True
         self.has_usage_in_stream = True
         listed = self._first_model()
         if model is None and listed is None:
-            raise ServerError(f"{self.url}/models lists no model; name one with --against-model")
+            raise ServerError(f"{self.url}/models lists no model{self._why_none}; name one with --against-model")
         self.model: str = model or str(listed)
 
     @property
@@ -87,7 +89,12 @@ class Server:
             response = connection.getresponse()
             text = response.read()
             self._note_name(response)
-            return str(json.loads(text)["data"][0]["id"]) if response.status == 200 else None
+            if response.status in (401, 403):
+                raise ServerError(f"{self.url} answered {response.status}: give its key with --against-key")
+            if response.status != 200:
+                self._why_none = f" (it answered {response.status})"
+                return None
+            return str(json.loads(text)["data"][0]["id"])
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(f"{self.url} does not answer ({error}); is the server running?") from None
         except (ValueError, KeyError, IndexError, TypeError):
@@ -128,10 +135,11 @@ class Server:
                     return self.run_request(prompt, workload)
                 raise ServerError(f"{self.url} answered {response.status}: {text[:300]}")
             arrivals_s, text, usage = _read_stream(response)
+        ended_s = time.perf_counter()
         if usage is None:
             self.has_usage_in_stream = False
             usage = self._count(path, body, text)
-        return self._figures(start_s, arrivals_s, usage)
+        return self._figures(start_s, arrivals_s, ended_s, usage)
 
     @contextmanager
     def _post(self, path: str, body: dict[str, Any]) -> Iterator[http.client.HTTPResponse]:
@@ -168,11 +176,17 @@ class Server:
             )
         return answer.get("usage")
 
-    def _figures(self, start_s: float, arrivals_s: list[float], usage: dict[str, Any] | None) -> RequestFigures:
-        if usage is None or not arrivals_s:
-            what = "usage" if usage is None else "visible token"
+    def _figures(
+        self, start_s: float, arrivals_s: list[float], ended_s: float, usage: dict[str, Any] | None
+    ) -> RequestFigures:
+        if usage is not None and usage.get("completion_tokens") == 1:
+            # The end token alone shows nothing.
+            arrivals_s = arrivals_s or [ended_s]
+        is_counted = usage is not None and {"prompt_tokens", "completion_tokens"} <= usage.keys()
+        if usage is None or not is_counted or not arrivals_s:
+            what = "visible token" if is_counted else "usage with prompt_tokens and completion_tokens"
             raise ServerError(f"{self.url} sent no {what} in its stream: its tokens cannot be counted")
-        if usage["completion_tokens"] < 2 or len(arrivals_s) < 2:
+        if usage["completion_tokens"] >= 2 and len(arrivals_s) < 2:
             raise ServerError(
                 f"{self.url} sent {usage['completion_tokens']} tokens in {len(arrivals_s)} pieces: a time per token"
                 " needs two of each"
@@ -201,7 +215,7 @@ def _read_stream(response: http.client.HTTPResponse) -> tuple[list[float], str, 
     arrivals_s, pieces, usage = [], [], None
     for event in _events(response):
         now_s = time.perf_counter()
-        if "error" in event:
+        if event.get("error"):
             raise ServerError(f"the server broke off: {json.dumps(event['error'])[:300]}")
         usage = event.get("usage") or usage
         for choice in event.get("choices") or ():

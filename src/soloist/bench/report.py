@@ -62,7 +62,7 @@ def _figures(m: Measurement) -> list[str]:
     lines = [
         f"  cold   {_cold(m.cold)}, the first request after loading",
         f"  warm   TTFT {w.ttft_ms:.1f} ms for {w.prompt_tokens} tokens{_from_cache(w)},"
-        f" {w.completion_tokens} tokens back, {w.num_requests} requests",
+        f" {w.completion_tokens} tokens back, {w.num_requests} requests{_short(w)}",
         f"  TPOT   mean {tpot.mean:.3f} ms, median {tpot.median:.3f}, p10-p90 {tpot.p10:.3f}-{tpot.p90:.3f}",
         f"  decode {w.decode_tok_per_s:.1f} tok/s, repeats {low:.1f}-{high:.1f};"
         f" with prefill {w.output_tok_per_s:.1f} tok/s",
@@ -79,7 +79,7 @@ def _figures(m: Measurement) -> list[str]:
         f" {f.bandwidth_gb_per_s:.1f} GB/s, measured; {f.share:.0%} of it reached",
         *_step_figures(m.steps),
         f"  memory {m.memory.weight_bytes / 1e9:.3f} GB of weights, {m.memory.cache_bytes / 1e9:.3f} GB of cache, peak"
-        f" {m.memory.peak_bytes / _GIB:.2f} GiB",
+        f" {m.memory.peak_bytes / _GIB:.2f} GiB{f', each of {m.num_ranks}' if m.num_ranks > 1 else ''}",
         f"  what a person feels: {w.ttft_ms / 1e3:.1f} s to the first word, {w.felt_s:.0f} s for an answer of"
         f" {FELT_TOKENS:,} tokens",
     ]
@@ -97,11 +97,16 @@ def _step_figures(steps: StepFigures | None) -> list[str]:
 
 
 def _cold(cold: RequestFigures) -> str:
-    return f"TTFT {1e3 * cold.ttft_s:.1f} ms, TPOT {cold.tpot_ms:.3f} ms"
+    tpot = "an answer of one token" if cold.tpot_ms is None else f"TPOT {cold.tpot_ms:.3f} ms"
+    return f"TTFT {1e3 * cold.ttft_s:.1f} ms, {tpot}"
 
 
 def _from_cache(summary: Summary) -> str:
-    return " (warm: part of the prompt came from a cache)" if summary.is_warm else ""
+    return f" (warm: {summary.cached_share:.1%} of them came from a cache)" if summary.cached_share else ""
+
+
+def _short(summary: Summary) -> str:
+    return f", {summary.num_short} answered with one token, of which TTFT alone counts" if summary.num_short else ""
 
 
 def against_in_words(ours: Measurement, theirs: RemoteMeasurement) -> str:
@@ -133,8 +138,8 @@ def _differences(ours: Summary, remote: RemoteMeasurement) -> list[str]:
         notes.append("the server counts no tokens in its streams: they are those of the same answers in one piece")
     if ours.completion_tokens != theirs.completion_tokens:
         notes.append(f"the server's answers have {theirs.completion_tokens} tokens, ours {ours.completion_tokens}")
-    if theirs.is_warm:
-        notes.append("the server is warm: it took part of the prompts from a cache")
+    if theirs.cached_share:
+        notes.append(f"the server is warm: it took {theirs.cached_share:.1%} of the prompts' tokens from a cache")
     return notes
 
 
@@ -161,7 +166,8 @@ def make_result(
         "cold": {"ttft_ms": 1e3 * last.cold.ttft_s, "tpot_ms": last.cold.tpot_ms},
         "decode_tok_per_s_range": last.warm.decode_tok_per_s_range,
         "num_requests": last.warm.num_requests,
-        "is_warm": last.warm.is_warm,
+        "num_short": last.warm.num_short,
+        "cached_share": last.warm.cached_share,
         "felt_s": last.warm.felt_s,
         "gpus": last.gpus,
     }

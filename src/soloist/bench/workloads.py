@@ -116,6 +116,8 @@ class Workload:
     def repeat(self, i: int) -> tuple[BenchPrompt, ...]:
         """Give the prompts of repeat i: as long, but different from their first words on."""
         words = _first_words(self.run, i)
+        if self.name == "code":
+            words = f"# {words.rstrip()}\n"
         return tuple(BenchPrompt(text=words + prompt.text, is_chat=prompt.is_chat) for prompt in self.prompts)
 
 

@@ -101,7 +101,12 @@ def bench(
     ] = None,
     against_key: Annotated[
         str | None,
-        typer.Option("--against-key", help="API key of that server.", metavar="KEY", envvar="OPENAI_API_KEY"),
+        typer.Option(
+            "--against-key",
+            help="API key of that server. Or: OPENAI_API_KEY.",
+            metavar="KEY",
+            envvar="OPENAI_API_KEY",
+        ),
     ] = None,
     floor: Annotated[
         bool, typer.Option("--floor", help="Price the model's steps instead, from its config alone.")
@@ -265,8 +270,10 @@ def _check_writable(chart: Path) -> None:
     """Refuse a file that could not be written.
 
     Raises:
-        UsageError: its folder is not there or takes none.
+        UsageError: its folder is not there or takes none, or it is to be another picture than an SVG.
     """
+    if chart.suffix != ".svg":
+        raise UsageError(f"--chart {chart}: charts are SVG, so the name must end in .svg")
     folder = chart.absolute().parent
     if chart.is_dir() or not folder.is_dir() or not os.access(chart if chart.exists() else folder, os.W_OK):
         raise UsageError(f"--chart {chart} cannot be written: give a file in a folder that is there")
@@ -311,6 +318,8 @@ def _floor(
     place = as_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if bandwidth is not None and device is not None:
         raise UsageError("--device says whose bandwidth is measured: leave it out where --bandwidth gives one")
+    if all_reduce_us and gpus == 1:
+        raise UsageError("--all-reduce-us is the time of an exchange between GPUs: add --gpus, 2 or more")
     settings = floor.FloorSettings(
         num_gpus=gpus,
         bandwidth_gb_per_s=bandwidth or measure_bandwidth(place),
