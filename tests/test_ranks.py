@@ -498,7 +498,10 @@ def test_ranks_end_in_silence_behind_rank_0_and_leave_no_folder(folder: Path, tm
     assert not list(tmp_path.iterdir())
 
 
-def test_what_ranks_cannot_share_is_refused_with_what_they_can(folder: Path) -> None:
+def test_what_ranks_cannot_share_is_refused_with_what_they_can_before_one_starts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("soloist.loading.Leader", None)
     with pytest.raises(UsageError, match="allowed: 1, 2, 4, 8"):
         load(folder, 3)
     with pytest.raises(UnsupportedError, match="widths of 6, which 4 ranks cannot share: allowed are 1, 2"):

@@ -15,9 +15,9 @@ from soloist.engine import Engine
 from soloist.errors import ModelNotFoundError, UnsupportedError, UsageError
 from soloist.hub import ModelFiles, find_model
 from soloist.kernels.compile_ahead import OnCompiled
-from soloist.models import load_model, open_model
+from soloist.models import find_model_class, load_model, open_model, read_config
 from soloist.models.file_marks import mark_files
-from soloist.models.loader import Progress, WeightsDtype
+from soloist.models.loader import Progress, WeightsDtype, check_num_ranks
 from soloist.runtime.buffers import SamplingPlan
 from soloist.runtime.comm import Leader, Ranks, check_tensor_parallel_size, connect_gpus, rank_device
 from soloist.runtime.graph import Execution
@@ -96,12 +96,28 @@ def load(
         options.execution.check_num_ranks(tensor_parallel_size)
     if tensor_parallel_size == 1:
         return load_rank(options, Ranks(), place, progress, on_compiled)
+    _check_shares(options, tensor_parallel_size)
     ranks = Leader(tensor_parallel_size, place, _FOLLOWER, options)
     try:
         return load_rank(options, ranks, rank_device(place, 0), progress, on_compiled)
     except BaseException as error:
         ranks.fail(error)
         raise
+
+
+def _check_shares(options: LoadOptions, num_ranks: int) -> None:
+    """Find a model and refuse ranks that cannot share it, rather than behind the start of all of them.
+
+    Raises:
+        SoloistError: it is not there, or cannot be shared.
+    """
+    found = find_model(options.model, with_weights=options.weights == "file")
+    config = found.config
+    if config is None:
+        assert found.path is not None
+        config = read_config(open_model(found.path))
+    model_class = find_model_class(config)
+    check_num_ranks(model_class, model_class.config_class.from_dict(config), num_ranks)
 
 
 def load_rank(

@@ -51,7 +51,13 @@ def load(
     simulate_acceptance: float | None = None,
     execution: "Execution | None" = None,
 ) -> "LLM":
-    """Load a model, with a bar while it takes long; says what rounding costs where weights are held in another form."""
+    """Load a model, with a bar while it takes long.
+
+    Says what rounding costs where weights are held in another form, and that there is a GPU where nobody said where to
+    run.
+    """
+    import torch
+
     from soloist.llm import LLM
     from soloist.runtime.graph import freeze_garbage
 
@@ -77,6 +83,8 @@ def load(
     if llm.engine.execution.is_captured:
         print_dim(memory_line(llm))
         freeze_garbage()
+    if device is None and torch.cuda.is_available():
+        print_dim(f"on the CPU; --device cuda runs on the {torch.cuda.get_device_name()}")
     report = llm.engine.runner.model.report
     if weights_dtype is not None:
         held = ", ".join(f"{num_bytes / 1e6:.0f} MB {kind}" for kind, num_bytes in report.bytes_by_format.items())
@@ -145,6 +153,9 @@ def bandwidth_share(llm: "LLM", completion: "Completion") -> tuple[float, float]
     mean_width = round(1 + stats.drafted / stats.forwards)
     mean_context_len = stats.prompt_tokens + stats.completion_tokens // 2
     moved = model.footprint.step_bytes(mean_width, mean_context_len).total * num_steps
+    if model.device.type == "cpu":
+        # Its ranks read from one memory; GPUs have one each.
+        moved *= model.group.size
     used = moved / stats.decode_s / 1e9
     bandwidth = known_bandwidth(model.device, Environment.read().cache_dir, seen_gb_per_s=used)
     return used / bandwidth, bandwidth
