@@ -53,8 +53,8 @@ def load(
 ) -> "LLM":
     """Load a model, with a bar while it takes long.
 
-    Says what rounding costs where weights are held in another form, and that there is a GPU where nobody said where to
-    run.
+    Says what rounding costs where weights are held in another form, and on a terminal that there is a GPU where nobody
+    said where to run.
     """
     import torch
 
@@ -83,7 +83,7 @@ def load(
     if llm.engine.execution.is_captured:
         print_dim(memory_line(llm))
         freeze_garbage()
-    if device is None and torch.cuda.is_available():
+    if device is None and sys.stderr.isatty() and torch.cuda.is_available():
         print_dim(f"on the CPU; --device cuda runs on the {torch.cuda.get_device_name()}")
     report = llm.engine.runner.model.report
     if weights_dtype is not None:
