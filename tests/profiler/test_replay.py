@@ -116,3 +116,17 @@ def test_pauses_that_are_there_without_waits_cost_nothing():
             machine.free_us[7] += 12.0
     analysis = analysis_of(machine)
     assert analysis.loss_ms == 0 and analysis.idle_share > 0.1
+
+
+def test_streams_of_two_gpus_with_one_number_are_two():
+    machine = Machine()
+    for _ in range(20):
+        machine.launch("here", 100.0)
+        machine.launch("there", 90.0, stream=8)
+    for event in machine.events:
+        if event["args"].get("stream") == 8:
+            event["args"] |= {"device": 1, "stream": 7}
+    trace = trace_of(machine)
+    steps = analyse(trace).steps
+    assert (steps.gpu_us[-1] - steps.gpu_us[0]) / len(steps) == pytest.approx(100.0, rel=0.05)
+    assert Replay(trace, steps, []).step_ms() == pytest.approx(0.1, rel=0.05)

@@ -93,8 +93,8 @@ def _expect_one_time(traces: Sequence[Trace], collectives: Sequence[list[GpuWork
     apart_us = begins[late] - ends[early]
     if apart_us > _MAX_APART_US:
         raise UsageError(
-            f"{traces[late].name} begins {apart_us / 1e6:.3g} s after {traces[early].name} has ended, by their clocks: record"
-            " the ranks at the same time"
+            f"{traces[late].name} begins {apart_us / 1e6:.3g} s after {traces[early].name} has ended, by their clocks:"
+            " record the ranks at the same time"
         )
 
 

@@ -35,6 +35,14 @@ class Loss:
     high_ms: float
 
 
+# Streams of several GPUs have the same numbers.
+_Stream = tuple[int, int]
+
+
+def _stream(work: GpuWork) -> _Stream:
+    return work.device, work.stream
+
+
 def price_waits(trace: Trace, steps: Steps, waits: Sequence[Wait]) -> Loss:
     """Play the steps of a trace again and give what their waits cost. For arguments see `Replay`."""
     overhead_us = trace.launch_overhead_us or 0.0
@@ -89,10 +97,10 @@ class Replay:
         # By `id` of a work.
         self._latency_us: dict[int, float] = {}
         self._pause_us: dict[int, float] = {}
-        ends: dict[int, float] = defaultdict(float)
+        ends: dict[_Stream, float] = defaultdict(float)
         for work in trace.works:
-            call, end_us = call_of.get(work.correlation), ends[work.stream]
-            ends[work.stream] = max(end_us, work.end_us)
+            call, end_us = call_of.get(work.correlation), ends[_stream(work)]
+            ends[_stream(work)] = max(end_us, work.end_us)
             if call is None or not end_us:
                 continue
             # A call that waits has sent its work long before it returns.
@@ -119,7 +127,7 @@ class Replay:
             without: `id` of waits that are left out.
         """
         host_us = 0.0
-        free_us: dict[int, float] = defaultdict(float)
+        free_us: dict[_Stream, float] = defaultdict(float)
         # By `id` of a work: when it ended.
         ended_us: dict[int, float] = {}
         marks_us = [0.0]
@@ -137,8 +145,8 @@ class Replay:
                     host_us += call.duration_us
                 for work in self._works_of.get(call.correlation, ()):
                     arrived_us = called_us + self._latency_us.get(id(work), self._usual_latency_us)
-                    idle_us = free_us[work.stream] + self._pause_us.get(id(work), self._usual_pause_us)
-                    ended_us[id(work)] = free_us[work.stream] = max(arrived_us, idle_us) + work.duration_us
+                    idle_us = free_us[_stream(work)] + self._pause_us.get(id(work), self._usual_pause_us)
+                    ended_us[id(work)] = free_us[_stream(work)] = max(arrived_us, idle_us) + work.duration_us
                 if is_waiting and self._wait_of[id(call)] not in without:
                     awaited = self._awaited[id(call)]
                     done_us = ended_us.get(id(awaited), 0.0)
