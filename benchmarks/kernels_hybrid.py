@@ -302,8 +302,15 @@ def bench_moe(shape: Shape, bandwidth: float, rows: list[dict]) -> None:
         record(rows, shape, "moe", T, (median, spread), num_bytes, bandwidth)
 
 
-def write_rows(folder: Path | None, device: str, commit: str, bandwidth: float, rows: list[dict[str, Any]]) -> Path:
-    """Write all rows of one run, with when, where and of what version."""
+def write_rows(
+    folder: Path | None,
+    device: str,
+    commit: str,
+    bandwidth: float,
+    rows: list[dict[str, Any]],
+    not_measured: dict[str, str] | None = None,
+) -> Path:
+    """Write all rows of one run, with when, where and of what version, and why what was asked for is not there."""
     result = make_stamp() | {
         "commit": commit,
         "case": "kernels",
@@ -314,37 +321,52 @@ def write_rows(folder: Path | None, device: str, commit: str, bandwidth: float, 
         "bandwidth_gb_per_s": round(bandwidth),
         "rows": rows,
     }
+    if not_measured:
+        result["not_measured"] = not_measured
     path = (folder or RESULTS / machine_folder(device, 1)) / "kernels.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return path
 
 
+def names_of(*known: str) -> Callable[[str], list[str]]:
+    """Give what reads a list of names with commas between, and refuses one that is not known."""
+
+    def names(text: str) -> list[str]:
+        given = text.split(",")
+        if unknown := [name for name in given if name not in known]:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}; known are {', '.join(known)}")
+        return given
+
+    return names
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="default: the folder of this kind of machine")
     parser.add_argument("--commit", default=commit(), help="where git is not there to ask")
-    parser.add_argument("--shapes", default="flash-tp1,flash-tp2,tiny")
-    parser.add_argument("--operators", default="moe,kda,mla,fla")
+    parser.add_argument("--shapes", type=names_of(*(s.name for s in SHAPES)), default="flash-tp1,flash-tp2,tiny")
+    # The peer comes last: it tries many launch settings of its own, which takes long.
+    parts = {"moe": bench_moe, "kda": bench_kda, "mla": bench_mla, "fla": bench_fla}
+    parser.add_argument("--operators", type=names_of(*parts), default=",".join(parts))
     arguments = parser.parse_args()
     torch.manual_seed(0)
     rows: list[dict] = []
     device, bandwidth = torch.cuda.get_device_name(), measure_bandwidth("cuda")
     print(f"read bandwidth {bandwidth:.0f} GB/s")
-    chosen = [shape for shape in SHAPES if shape.name in arguments.shapes.split(",")]
-    # The peer comes last: it tries many launch settings of its own, which takes long.
-    parts = {"moe": bench_moe, "kda": bench_kda, "mla": bench_mla} | ({"fla": bench_fla} if HAS_FLA else {})
-    wanted = arguments.operators.split(",")
-    if not HAS_FLA and "fla" in wanted:
-        print("fla-core is not installed: nothing to compare KDA with")
+    chosen = [shape for shape in SHAPES if shape.name in arguments.shapes]
+    not_measured = {}
+    if not HAS_FLA and "fla" in arguments.operators:
+        not_measured["fla"] = "fla-core is not installed: nothing to compare KDA with"
+        print(not_measured["fla"])
     for name, part in parts.items():
-        if name not in wanted:
+        if name not in arguments.operators or name in not_measured:
             continue
         for i, shape in enumerate(chosen):
             # The peer knows nothing of a layer but its heads.
             if name != "fla" or all(shape.H != other.H for other in chosen[:i]):
                 part(shape, bandwidth, rows)
-        write_rows(arguments.out, device, arguments.commit, bandwidth, rows)
+        write_rows(arguments.out, device, arguments.commit, bandwidth, rows, not_measured)
     print(json.dumps({"case": "kernels", "device": device, "bandwidth_gb_per_s": round(bandwidth), "rows": len(rows)}))
 
 

@@ -1,5 +1,6 @@
 """The benchmark of kernels on its way: what it writes says when, where, by what command and of what version."""
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -26,3 +27,16 @@ def test_rows_are_written_with_all_that_says_where_they_come_from(tmp_path: Path
     assert written["case"] == "kernels" and written["commit"] == "0123abc" and written["bandwidth_gb_per_s"] == 4300
     (row,) = written["rows"]
     assert row["floor_us"] == 10.0 and row["share_of_floor"] == 0.5 and row["shape"] == "flash-tp1"
+    assert "not_measured" not in written
+
+
+def test_what_was_asked_for_and_is_not_there_is_said(tmp_path: Path):
+    path = kernels_hybrid.write_rows(tmp_path, "NVIDIA H200", "a", 1.0, [], {"fla": "fla-core is not installed"})
+    assert json.loads(path.read_text())["not_measured"] == {"fla": "fla-core is not installed"}
+
+
+def test_a_name_that_is_not_known_is_refused():
+    names = kernels_hybrid.names_of("moe", "kda")
+    assert names("kda,moe") == ["kda", "moe"]
+    with pytest.raises(argparse.ArgumentTypeError, match="mao; known are moe, kda"):
+        names("moe,mao")
