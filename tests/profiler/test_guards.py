@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from soloist.errors import UsageError
 from soloist.profiler import HostSyncError, allow_host_sync, assert_returns_early, no_host_sync, pytest_plugin
 from soloist.profiler.guards import _blocks_copy
 
@@ -133,6 +134,12 @@ def test_a_region_with_a_reason_may_read():
             assert x[0].item() == 3.0
         with pytest.raises(HostSyncError):
             x[0].item()
+
+
+@pytest.mark.parametrize("devices", ["cpu", ("gpu",), ("cuda:0",), ()])
+def test_what_is_no_type_of_device_would_guard_nothing_and_is_refused(devices: tuple[str, ...]):
+    with pytest.raises(UsageError, match="types of devices"), no_host_sync(devices):
+        pass
 
 
 def test_the_guard_is_a_decorator_and_nests():

@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from types import FrameType
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from soloist.errors import SoloistError
+from soloist.errors import SoloistError, UsageError
 
 
 class HostSyncError(SoloistError, AssertionError):
@@ -147,7 +147,11 @@ def no_host_sync(devices: Sequence[str] = DEVICES) -> Iterator[None]:
     Args:
         devices: types of the devices whose values must not be read. ("cpu",) tries a CPU run for what would wait on a
             GPU.
+
+    Raises:
+        UsageError: they are none, under which nothing would be guarded.
     """
+    _check_devices(devices)
     thread = threading.get_ident()
     patches = [*_READERS, *_WAITS]
     has_gpu = "cuda" in devices and torch.cuda.is_available()
@@ -174,6 +178,15 @@ def no_host_sync(devices: Sequence[str] = DEVICES) -> Iterator[None]:
                 delattr(owner, name)
             else:
                 setattr(owner, name, original)
+
+
+def _check_devices(devices: Sequence[str]) -> None:
+    with suppress(RuntimeError):
+        if not isinstance(devices, str) and devices and all(torch.device(name).type == name for name in devices):
+            return
+    raise UsageError(
+        f'no_host_sync has the devices {devices!r}; allowed: types of devices, as in ("cuda",) or ("cpu",)'
+    )
 
 
 def _guarded(
