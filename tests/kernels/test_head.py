@@ -90,3 +90,14 @@ def test_a_gpu_finds_a_token_where_no_logit_is_a_number(monkeypatch: pytest.Monk
     ids, logits = head.norm_argmax(x, norm, 1e-5, weight[:32], 32, first_id=100)
     assert logits.isfinite().tolist() == [True, False, True, True]
     assert 100 <= ids[1] < 132 and ids[0] == 102
+
+
+def test_a_gpu_sees_one_row_of_a_head_that_is_no_number(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("triton")
+    from tests.kernels.device import DEVICE, launch_kernels
+
+    launch_kernels(monkeypatch, head)
+    x, norm, weight = (tensor.to(DEVICE, torch.bfloat16) for tensor in inputs())
+    weight[7] = torch.nan
+    ids, logits = head.norm_argmax(x, norm, 1e-5, weight, N)
+    assert ids.tolist() == [7] * T and not logits.isfinite().any()

@@ -284,7 +284,10 @@ def argmax_kernel(
     WARPS: tl.constexpr, RUN: tl.constexpr, TILES: tl.constexpr, HALVES: tl.constexpr, AHEAD: tl.constexpr,
     INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Largest of ROWS logits of each token, and its lowest id, to best and id (16, strips). Grid: (O / ROWS,)."""
+    """Largest of ROWS logits of each token, and its lowest id, to best and id (16, strips). Grid: (O / ROWS,).
+
+    A NaN counts as inf, so that it is seen.
+    """
     strip = tl.program_id(0)
     i_r = tl.arange(0, 8)[:, None, None, None, None] + 8 * tl.arange(0, TILES)[None, None, None, :, None]
     i_w = strip * ROWS + i_r
@@ -303,6 +306,7 @@ def argmax_kernel(
         i_row = tl.arange(0, 8 * HALVES)[:, None]
         m_add = (i_row < T) & (i_c < ROWS) & (i_o < O)
         b_y += tl.load(addend_ptr + i_row * addend_stride_t + i_o, mask=m_add, other=0.0)
+    b_y = tl.where(b_y == b_y, b_y, float("inf"))
     b_y = tl.where((i_c < ROWS) & (i_o < O), b_y, float("-inf"))
     b_best = tl.max(b_y, axis=1)
     b_id = tl.min(tl.where(b_y == b_best[:, None], i_o, O - 1), axis=1)
@@ -323,10 +327,9 @@ def best_strip_kernel(best_ptr, id_ptr, max_ptr, argmax_ptr, strips, first_id, B
     b_best = tl.load(best_ptr + o_best, mask=i_s < strips, other=float("-inf"))
     b_id = tl.load(id_ptr + o_best, mask=i_s < strips, other=2147483647)
     best = tl.max(b_best, axis=0)
-    # Where all are NaN none is equal, and what comes out must still be a token.
-    lowest, first = tl.min(tl.where(b_best == best, b_id, 2147483647), axis=0), tl.min(b_id, axis=0)
+    lowest = tl.min(tl.where(b_best == best, b_id, 2147483647), axis=0)
     tl.store(max_ptr + i_t, best)
-    tl.store(argmax_ptr + i_t, first_id + tl.where(lowest == 2147483647, first, lowest).to(tl.int64))
+    tl.store(argmax_ptr + i_t, first_id + lowest.to(tl.int64))
 
 
 def _tile_arguments(num_tokens: int, num_inputs: int, settings: StripSettings) -> dict[str, Any]:
