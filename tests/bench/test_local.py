@@ -1,6 +1,7 @@
 """This engine under a stopwatch: tokens are the engine's, chunks are steps, nothing is read from an earlier request."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from soloist.bench import local
 from soloist.bench.figures import spread
 from soloist.bench.local import Rung, measure, measure_ladder, run_request
-from soloist.bench.report import make_result
+from soloist.bench.report import in_words, make_result
 from soloist.bench.steps import StepFigures
 from soloist.bench.workloads import BenchPrompt, Workload
 from soloist.engine import Engine
@@ -123,6 +124,16 @@ def test_what_a_draft_saw_of_an_earlier_repeat_helps_none(draft: str):
     runs = [run_request(llm, prompt, workload(24)) for _ in range(5)]
     assert len({(run.cached_tokens, run.forwards, run.drafted, run.accepted) for run in runs}) == 1
     assert runs[0].cached_tokens == 0 and runs[0].drafted
+
+
+def test_repeats_that_differ_much_are_no_firm_ground_for_a_comparison(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("soloist.bench.local.measure_bandwidth", lambda device: 100.0)
+    measured = measure(scripted(), workload(11), repeats=1)
+    texts = [
+        in_words(workload(11), [replace(measured, warm=replace(measured.warm, decode_tok_per_s_range=range_))])
+        for range_ in ((10.0, 14.0), (10.0, 23.0))
+    ]
+    assert "unsure" not in texts[0] and "the fastest repeat is 2.3 times the slowest" in texts[1]
 
 
 def test_a_measurement_knows_its_floor_and_keeps_cold_and_warm_apart(monkeypatch: pytest.MonkeyPatch):

@@ -19,6 +19,8 @@ from soloist.errors import UsageError
 # Another count of prompt tokens is another prompt: beyond this, a comparison says so.
 _SAME_PROMPT = 0.02
 _GIB = 2**30
+# Repeats that differ by more are worth a word: what they are compared with may be chance.
+_STEADY = 1.5
 # What `--compare` shows, and whether more of it is better.
 _COMPARED = {
     "ttft_ms": False,
@@ -72,6 +74,10 @@ def _figures(m: Measurement) -> list[str]:
         lines.append(
             f"  draft  {m.drafter}: {w.acceptance_length:.2f} tokens per step, {w.acceptance_rate:.0%} of the drafts"
             f" kept, {w.mean_width:.2f} rows per step{', SIMULATED' if m.is_simulated else ''}"
+        )
+    if high > _STEADY * low:
+        lines.append(
+            f"  unsure: the fastest repeat is {high / low:.1f} times the slowest; something else may use this machine"
         )
     f = m.floor
     lines += [
