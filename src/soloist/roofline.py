@@ -159,7 +159,6 @@ class Footprint:
         tensor_parallel_size: int = 1,
         distinct_experts: float | None = None,
         draft_bytes: float = 0.0,
-        num_draft_all_reduces: int = 0,
         all_reduce_us: float = 0.0,
     ) -> float:
         """Give the time below which no step can go.
@@ -171,14 +170,13 @@ class Footprint:
             tensor_parallel_size: as there.
             distinct_experts: as there.
             draft_bytes: what one GPU reads to draft for this step.
-            num_draft_all_reduces: exchanges of the draft.
-            all_reduce_us: time of one exchange; 0 gives the floor of the bytes alone.
+            all_reduce_us: time of one exchange of the target; 0 gives the floor of the bytes alone.
         """
         step = self.step_bytes(
             width, context_len, tensor_parallel_size=tensor_parallel_size, distinct_experts=distinct_experts
         )
-        num_all_reduces = self.num_all_reduces(tensor_parallel_size) + num_draft_all_reduces
-        return floor_ms(step.total + draft_bytes, bandwidth_gb_per_s) + num_all_reduces * all_reduce_us / 1e3
+        exchanges_ms = self.num_all_reduces(tensor_parallel_size) * all_reduce_us / 1e3
+        return floor_ms(step.total + draft_bytes, bandwidth_gb_per_s) + exchanges_ms
 
     def describe(self) -> dict[str, Any]:
         """Give the figures of `soloist models describe --json`.
