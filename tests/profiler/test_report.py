@@ -49,6 +49,15 @@ def test_words_name_waits_lead_kernels_and_what_profiling_costs():
         assert part in words
 
 
+def test_a_wait_for_a_gpu_that_had_run_dry_is_not_called_harmless():
+    def wait_twice(machine: Machine) -> None:
+        machine.synchronize()
+        machine.call("cudaEventSynchronize", 2.0)
+
+    words = in_words(analysis_of(decode(wait_twice)))
+    assert "nothing left to run, but what it then idles has another cause" in words and "harmless" not in words
+
+
 def test_one_step_that_repeats_nothing_is_admitted():
     machine = Machine()
     machine.launch("only", 50.0)

@@ -83,6 +83,9 @@ def _waits(analysis: Analysis) -> list[str]:
         after = f"the GPU then idles {wait.idle_ms:.3f} ms"
         if wait.idle_ms < 0.001:
             after = f"harmless: the GPU still had {wait.queued_us / 1e3:.3f} ms of work"
+            if wait.queued_us < 1:
+                # Behind another wait, or in another thread than the one that enqueues.
+                after = "the GPU had nothing left to run, but what it then idles has another cause"
         lines.append(f"  {_where(wait.place)}  {wait.what}")
         # Of one line alone it is that of all.
         alone = (
