@@ -7,6 +7,7 @@ import pytest
 
 from soloist.bench.floor import RATES, FloorSettings, acceptance_length, as_json, in_words, price, read_distinct_experts
 from soloist.cli import main
+from soloist.doctor import cpu_name
 from soloist.errors import UsageError
 from soloist.hub import built_in_config
 from soloist.models import find_model_class
@@ -21,7 +22,7 @@ def flash():
 
 
 def settings(**changed) -> FloorSettings:
-    fields = {"num_gpus": 1, "bandwidth_gb_per_s": 4300.0, "is_measured": False, "context_len": 8192}
+    fields = {"num_gpus": 1, "bandwidth_gb_per_s": 4300.0, "measured_on": None, "context_len": 8192}
     return FloorSettings(**(fields | changed))
 
 
@@ -169,6 +170,13 @@ def test_a_dense_model_is_priced_without_experts(capsys: pytest.CaptureFixture[s
     assert priced["distinct_experts_by_width"] == {} and priced["num_all_reduces"] == 0
     # Width costs a dense model nothing but a row of the embedding.
     assert priced["step_gb_by_width"]["16"] == pytest.approx(priced["step_gb_by_width"]["1"], rel=1e-3)
+
+
+def test_a_measured_bandwidth_says_whose_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("soloist.roofline.measure_bandwidth", lambda device: 21.0)
+    assert main(["bench", "--floor", "-m", "qwen2.5-coder-0.5b-instruct"]) == 0
+    assert f"21 GB/s (measured on {cpu_name()})" in capsys.readouterr().out
 
 
 def test_words_and_json_agree(flash):

@@ -22,8 +22,8 @@ class FloorSettings:
     num_gpus: int
     # Of one GPU's memory, reading.
     bandwidth_gb_per_s: float
-    # Whether the bandwidth was measured on this machine.
-    is_measured: bool
+    # Of what device of this machine it was measured; None: it was given.
+    measured_on: str | None
     context_len: int
     # Of one exchange between GPUs; 0: the floor of the bytes alone.
     all_reduce_us: float = 0.0
@@ -183,7 +183,7 @@ def in_words(table: FloorTable) -> str:
     """Lay a table out for reading."""
     s = table.settings
     gpus = "one GPU" if s.num_gpus == 1 else f"{s.num_gpus} GPUs"
-    how = "measured here" if s.is_measured else "given"
+    how = "given" if s.measured_on is None else f"measured on {s.measured_on}"
     lines = [
         f"{table.model} on {gpus}: {table.parameters / 1e9:.3f} B parameters,"
         f" {table.weight_gb_per_gpu:.2f} GB of weights per GPU in bfloat16",
@@ -231,7 +231,7 @@ def as_json(table: FloorTable) -> dict[str, Any]:
         "num_gpus": s.num_gpus,
         "refusal": s.refusal,
         "bandwidth_gb_per_s": s.bandwidth_gb_per_s,
-        "bandwidth_is_measured": s.is_measured,
+        "bandwidth_is_measured": s.measured_on is not None,
         "context_len": s.context_len,
         "all_reduce_us": s.all_reduce_us,
         "draft_bytes": s.draft_bytes,

@@ -311,6 +311,7 @@ def _floor(
     import torch
 
     from soloist.bench import floor
+    from soloist.bench.results import device_name
     from soloist.loading import as_device
     from soloist.roofline import measure_bandwidth
 
@@ -323,7 +324,7 @@ def _floor(
     settings = floor.FloorSettings(
         num_gpus=gpus,
         bandwidth_gb_per_s=bandwidth or measure_bandwidth(place),
-        is_measured=bandwidth is None,
+        measured_on=device_name(place) if bandwidth is None else None,
         context_len=8192 if context is None else context,
         all_reduce_us=all_reduce_us,
         draft_bytes=draft_gb * 1e9,
