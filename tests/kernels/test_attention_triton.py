@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from soloist.errors import UnsupportedError
 from soloist.kernels import attention, attention_triton
 from soloist.kernels.attention import attention_ref
 from soloist.kernels.launch import IS_INTERPRETED
@@ -124,3 +125,29 @@ def test_launcher_takes_the_form_for_the_width(monkeypatch: pytest.MonkeyPatch, 
     # The interpreter truncates to bf16, several times.
     case.run(launch, limit=Limit(rms=3e-2, worst_row=6e-2))
     assert taken == [form]
+
+
+@pytest.mark.parametrize("T", [1, 16, 17])
+@pytest.mark.parametrize(
+    ("dtype", "K", "message"),
+    [
+        (torch.float32, 64, r"in torch\.float32 has no GPU kernel; it takes bfloat16 and float16: run"),
+        (torch.bfloat16, 80, r"heads of 80 has no GPU kernel; it takes heads of 32, 64, 128: run the model on the CPU"),
+        (torch.bfloat16, 256, "heads of 256 has no GPU kernel"),
+        (torch.float16, 16, "heads of 16 has no GPU kernel"),
+    ],
+)
+def test_what_has_no_kernel_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, T: int, dtype: torch.dtype, K: int, message: str
+):
+    launch_kernels(monkeypatch, attention)
+    # What a CPU has of its own comes first.
+    monkeypatch.setattr(attention.step_cpu, "can_attend", lambda *_: False)
+    monkeypatch.setattr(attention, "use_reference_everywhere", lambda: True)
+    qkv, cache = torch.zeros(T, 4 * K, dtype=dtype), torch.zeros(1, 20, K, dtype=dtype)
+    table = make_rotary_table(K, 1e4, 20)
+    heads = {"num_heads": 2, "num_kv_heads": 1}
+    with pytest.raises(UnsupportedError, match=message):
+        attention.attention(
+            qkv, cache, cache.clone(), torch.tensor(0, dtype=torch.int32), table.cos, table.sin, **heads
+        )

@@ -27,6 +27,8 @@ def launch_all(arch: int) -> None:
         gated = linear_triton.settings_for(512, 1536, has_gate=True)
         linear_triton.swiglu_step(x[:8], norm, 1e-6, weight, None, gated)
         attention_triton.attend_step(qkv, *rest, split)
+        # The largest heads.
+        attention_triton.attend_prompt(torch.empty(32, 2048, dtype=BF16), *rest)
 
 
 @pytest.fixture(scope="module", params=[90, 100], ids="sm_{}".format)
@@ -35,7 +37,7 @@ def kernels(request: pytest.FixtureRequest) -> list[Compiled]:
 
 
 def test_every_kernel_waits_once_and_spills_nothing(kernels: list[Compiled]):
-    assert len(kernels) in (3, 6)
+    assert len(kernels) in (3, 8)
     for kernel in kernels:
         assert kernel.waits == 1, kernel
         assert kernel.stack_bytes == 0, kernel

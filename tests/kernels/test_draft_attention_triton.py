@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from soloist.errors import UnsupportedError
 from soloist.kernels import draft_attention_triton
 from soloist.kernels.draft_attention import append_context_ref, draft_attention_ref
 from soloist.kernels.launch import IS_INTERPRETED
@@ -91,10 +92,12 @@ def test_block_attention_equals_the_reference(
         assert error(ours.nan_to_num(), reference.nan_to_num()) < LIMIT
 
 
-# The interpreter multiplies tiles of any size; hardware takes halves of a head from 16 on.
-@pytest.mark.parametrize("K", [16, 48])
+# The interpreter multiplies tiles of any size.
+@pytest.mark.parametrize("K", [16, 48, 256])
 def test_heads_of_another_size_are_refused(K: int):
-    with pytest.raises(AssertionError, match=f"heads of size {K}: the kernels take powers of two from 32"):
+    with pytest.raises(
+        UnsupportedError, match=f"attention to heads of {K} has no GPU kernel; it takes heads of 32, 64, 128: run"
+    ):
         draft_attention_triton.store_context(
             rand(1, 2 * K), rand(1, K), EPS, rand(1, 1, 9, K), rand(1, 1, 9, K), i32(0), *rand(2, 9, K // 2)
         )

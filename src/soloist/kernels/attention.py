@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from soloist.errors import UnsupportedError
 from soloist.kernels import step_cpu
-from soloist.kernels.check import FLOATS, expect, use_reference, use_reference_everywhere
+from soloist.kernels.check import FLOATS, check_head_size, expect, use_reference, use_reference_everywhere
 from soloist.kernels.launch import HAS_TRITON
 from soloist.kernels.rotary import apply_rotary_ref
 
@@ -118,7 +119,7 @@ def attention(
     out[t, h] = sum_s softmax_s(q[t, h] . k[s, g] / sqrt(K)) v[s, g], s <= context_len + t, g = h // (H / G)
 
     Args:
-        qkv: (T, (H + 2 G) * K), rows [q k v].
+        qkv: (T, (H + 2 G) * K), rows [q k v]. On a GPU bf16 or fp16, and K one of `HEAD_SIZES`.
         k_cache: (G, S, K), keys after rotary. Rows context_len..context_len+T-1 are written in place; later ones never
             read.
         v_cache: (G, S, K), likewise.
@@ -134,6 +135,9 @@ def attention(
 
     Returns:
         (T, H * K), the dtype of `qkv`.
+
+    Raises:
+        UnsupportedError: a GPU has no kernel for the dtype, or for the heads.
 
     Source: Ainslie et al. 2023 (arXiv 2305.13245); query and key norm as in Qwen3.
     """
@@ -174,10 +178,12 @@ def attention(
             k_norm=k_norm,
             eps=eps,
         )
-    K = dims["K"]
-    assert qkv.element_size() == 2 and K >= 32 and K & (K - 1) == 0, (
-        f"a GPU attends in bf16 or fp16 to heads of 32, 64, 128 or 256, not in {qkv.dtype} to {K}: SOLOIST_REFERENCE=1"
-    )
+    if qkv.element_size() != 2:
+        raise UnsupportedError(
+            f"attention in {qkv.dtype} has no GPU kernel; it takes bfloat16 and float16: run the model in one of them,"
+            " or on the CPU"
+        )
+    check_head_size(dims["K"])
     args = (qkv, k_cache, v_cache, context_len, cos, sin, num_heads, q_norm, k_norm, eps)
     if dims["T"] <= attention_triton.MAX_STEP_TOKENS:
         return attention_triton.attend_step(*args, attention_triton.settings_for(num_kv_heads), upcoming)

@@ -1,6 +1,7 @@
 """Argument checks for launchers, and the switch that runs the references everywhere.
 
-Owns `expect` (named-axis checks) and `use_reference`. Legend of the axis letters (one for the whole project):
+Owns `expect` (named-axis checks), `check_head_size` and `use_reference`. Legend of the axis letters (one for the whole
+project):
 
     T  tokens in this step (decode 1, verify k+1)     F  feed-forward size
     S  cached positions                               E  experts
@@ -15,8 +16,13 @@ import os
 
 import torch
 
+from soloist.errors import UnsupportedError
+
 # What activations and weights may be held in.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# Head sizes that a GPU's attention kernels take. Each half is the inner side of a tensor core's product, which is 16 at
+# least; the tiles of larger heads do not fit the shared memory.
+HEAD_SIZES = (32, 64, 128)
 
 _REFERENCE_EVERYWHERE = os.environ.get("SOLOIST_REFERENCE", "") not in ("", "0")
 
@@ -63,3 +69,16 @@ def expect(
             )
     if x.dtype is not dtype and not (isinstance(dtype, tuple) and x.dtype in dtype):
         raise AssertionError(f"{name}: dtype {x.dtype}, expected {dtype}")
+
+
+def check_head_size(K: int) -> None:
+    """Refuse heads that no attention kernel of a GPU takes.
+
+    Raises:
+        UnsupportedError: K is none of `HEAD_SIZES`.
+    """
+    if K not in HEAD_SIZES:
+        raise UnsupportedError(
+            f"attention to heads of {K} has no GPU kernel; it takes heads of {', '.join(map(str, HEAD_SIZES))}: run the"
+            " model on the CPU"
+        )

@@ -57,7 +57,7 @@ def append_context(
     k_cache[l, :, context_len + t] = rotary(norm(k[t, l])) at position context_len + t;  v_cache likewise, as it is
 
     Args:
-        kv: (T, L * 2 * G * K), for each layer [k v]. On a GPU K is a power of two, at least 32.
+        kv: (T, L * 2 * G * K), for each layer [k v]. On a GPU K is one of `HEAD_SIZES`.
         k_norm: (L, K) weights of the RMS norm of each key head.
         eps: of that norm.
         k_cache: (L, G, S, K); rows context_len..context_len+T-1 are written in place.
@@ -65,6 +65,9 @@ def append_context(
         context_len: () int32, tokens in the context.
         cos: (N, K/2) fp32 rotary table of N >= context_len + T positions.
         sin: (N, K/2) fp32.
+
+    Raises:
+        UnsupportedError: a GPU has no kernel for the heads.
 
     Source: Chen et al. 2026 (DFlash, arXiv 2602.06036), KV injection; DeepSpec (MIT).
     """
@@ -137,7 +140,7 @@ def draft_attention(
     out[t, h] = sum_s softmax_s(q[t, h] . k[s, g] / sqrt(K)) v[s, g], s < context_len + T, g = h // (H / G)
 
     Args:
-        qkv: (T, (H + 2 G) * K), rows [q k v]. On a GPU K is a power of two, at least 32.
+        qkv: (T, (H + 2 G) * K), rows [q k v]. On a GPU K is one of `HEAD_SIZES`.
         k_cache: (G, S, K), keys of the context after rotary. Rows context_len..context_len+T-1 are written in place;
             later ones are never read.
         v_cache: (G, S, K), likewise.
@@ -153,6 +156,9 @@ def draft_attention(
 
     Returns:
         (T, H * K), the dtype of `qkv`.
+
+    Raises:
+        UnsupportedError: a GPU has no kernel for the heads.
 
     Source: DeepSpec (MIT), Qwen3DSparkAttention; windows and causal blocks as in z-lab's DFlash.
     """

@@ -14,12 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
+from soloist.kernels.check import check_head_size
 from soloist.kernels.launch import IS_INTERPRETED, let_consumers_start, pdl_options, wait_for_producers
 
 # Smallest tile of a tensor-core product.
 MIN_TILE = 16
-# Each half of a head is the inner size of a product.
-MIN_HEAD_SIZE = 2 * MIN_TILE
 # Context rows a program takes at once, and programs that shall be there to read them: two for each of 132 processors.
 # Not tuned yet.
 BLOCK_S = 64
@@ -196,12 +195,6 @@ def combine_kernel(
     tl.store(out_ptr + i_row.to(tl.int64) * K + i_k, b_out.to(out_ptr.dtype.element_ty))
 
 
-def _check_head_size(K: int) -> None:
-    assert K >= MIN_HEAD_SIZE and triton.next_power_of_2(K) == K, (
-        f"heads of size {K}: the kernels take powers of two from {MIN_HEAD_SIZE}"
-    )
-
-
 def store_context(
     kv: torch.Tensor,
     k_norm: torch.Tensor,
@@ -214,7 +207,7 @@ def store_context(
 ) -> None:
     """Run `append_context`: one launch."""
     T, (L, G, S, K) = kv.shape[0], k_cache.shape
-    _check_head_size(K)
+    check_head_size(K)
     append_kernel[triton.cdiv(T, MIN_TILE), L * G](
         kv, kv.stride(0), k_norm, eps, k_cache, v_cache, context_len, cos, sin, T, S,
         G=G, K=K, BLOCK_T=MIN_TILE, num_warps=4, **pdl_options(),
@@ -238,7 +231,7 @@ def attend_block(
 ) -> torch.Tensor:
     """Run `draft_attention`: two launches."""
     T, H, (G, S, K) = qkv.shape[0], num_heads, k_cache.shape
-    _check_head_size(K)
+    check_head_size(K)
     splits = min(max(triton.next_power_of_2(NUM_PROGRAMS // G), 1), MAX_SPLITS)
     num_rows, num_parts = T * H, splits + 1
     block_m = min(max(triton.next_power_of_2(num_rows // G), MIN_TILE), 64)
