@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from soloist.kernels import moe, moe_grouped_triton
-from soloist.kernels.launch import IS_INTERPRETED
+from soloist.kernels.launch import IS_INTERPRETED, fused_experts
 from soloist.kernels.moe import RouterSettings
 from tests.kernels.device import DEVICE, DTYPE, launch_kernels, nan_in_fresh_memory, rand
 from tests.kernels.limits import LIMITS, Limit, assert_near
@@ -61,6 +61,8 @@ def test_grouped_products_of_random_choices_equal_the_reference():
 @pytest.mark.parametrize(("num_pairs", "E"), [(1, 1), (64, 3), (300, 7), (1000, 64)])
 def test_blocks_hold_every_pair_once_and_one_expert_each(num_pairs: int, E: int):
     experts = (torch.rand(num_pairs, device=DEVICE) ** 3 * E).long()
+    # Some have none.
+    experts[::5] = E
     order, block_expert, start, end = moe_grouped_triton._blocks(experts, E)
     assert sorted(order.tolist()) == list(range(num_pairs))
     held: list[int] = []
@@ -68,12 +70,13 @@ def test_blocks_hold_every_pair_once_and_one_expert_each(num_pairs: int, E: int)
         assert 0 <= expert < E and 0 <= last - first <= moe_grouped_triton.BLOCK_ROWS
         assert (experts[order[first:last]] == expert).all()
         held += range(first, last)
-    assert sorted(held) == list(range(num_pairs))
+    assert sorted(held) == list(range(int((experts < E).sum())))
 
 
-def test_the_launcher_takes_grouped_products_for_a_prompt(monkeypatch: pytest.MonkeyPatch):
-    T, D, E, F, Fs = 18, 64, 4, 32, 64
-    call: dict[str, Any] = {
+def make_layer(T: int, *, E: int = 4) -> dict[str, Any]:
+    """Arguments of `moe` by name."""
+    D, F, Fs = 64, 32, 64
+    return {
         "x": rand(T, D),
         "norm_weight": torch.rand(D, device=DEVICE).add(0.5).to(DTYPE),
         "eps": 1e-6,
@@ -85,6 +88,32 @@ def test_the_launcher_takes_grouped_products_for_a_prompt(monkeypatch: pytest.Mo
         "shared_down": rand(D, Fs, scale=Fs**-0.5),
         "settings": RouterSettings(num_experts_per_tok=2, n_group=2, topk_group=1, routed_scaling_factor=2.5),
     }
+
+
+def test_the_launcher_takes_grouped_products_for_a_prompt(monkeypatch: pytest.MonkeyPatch):
+    call = make_layer(18)
     expected = moe.moe_ref(**call, limit=0.7, shared_limit=0.6)
     launch_kernels(monkeypatch, moe)
     assert_near(moe.moe(**call, limit=0.7, shared_limit=0.6), expected, LIMIT)
+
+
+@pytest.mark.parametrize("width", [0, 1, 5, 7])
+def test_rows_behind_the_width_come_back_unchanged_and_touch_no_expert(monkeypatch: pytest.MonkeyPatch, width: int):
+    call = make_layer(7, E=16)
+    options = {"limit": 0.7, "shared_limit": 0.6, "width": torch.tensor(width, dtype=torch.int32, device=DEVICE)}
+    h = moe.rms_norm_ref(call["x"][:width], call["norm_weight"], call["eps"]).float()
+    experts, _ = moe.route_ref(h @ call["router_weight"].float().T, call["expert_bias"], call["settings"])
+    for e in set(range(16)) - set(experts.flatten().tolist()):
+        call["gate_up"][e], call["down"][e] = torch.nan, torch.nan
+    # Of padding anything may be left.
+    if width < 7:
+        call["x"][-1] = torch.inf
+    for adds_residual in (True, False):
+        expected = moe.moe_ref(**call, **options, adds_residual=adds_residual)
+        with monkeypatch.context() as patch, fused_experts(False):
+            launch_kernels(patch, moe)
+            out = moe.moe(**call, **options, adds_residual=adds_residual)
+        if width:
+            assert_near(out[:width], expected[:width], LIMIT)
+        assert torch.equal(out[width:], expected[width:])
+        assert torch.equal(out[width:], call["x"][width:] if adds_residual else torch.zeros_like(out[width:]))

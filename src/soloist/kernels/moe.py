@@ -189,7 +189,7 @@ def moe(
     if use_reference(x):
         return moe_ref(*layer, limit=limit, shared_limit=shared_limit, width=width, adds_residual=adds_residual)
     if dims["T"] > moe_step_cuda.MAX_ROWS or not has_fused_experts():
-        return _moe_prompt(*layer, limit=limit, shared_limit=shared_limit, adds_residual=adds_residual)
+        return _moe_prompt(*layer, limit=limit, shared_limit=shared_limit, width=width, adds_residual=adds_residual)
     logits = norm_linear(x, norm_weight, eps, router_weight, out_dtype=torch.float32)
     step = (x, norm_weight, eps, logits, expert_bias, gate_up, down, shared_gate_up, shared_down, settings)
     return moe_step_cuda.run_experts(
@@ -216,6 +216,7 @@ def _moe_prompt(
     *,
     limit: float | None,
     shared_limit: float | None,
+    width: torch.Tensor | None,
     adds_residual: bool,
 ) -> torch.Tensor:
     """Run a prompt's rows on a GPU: grouped products for the routed experts, dense ones for the shared expert."""
@@ -227,4 +228,6 @@ def _moe_prompt(
         a = norm_swiglu(x, norm_weight, eps, shared_gate_up, limit=shared_limit)
         shared = linear(a, shared_down, out_dtype=torch.float32)  # (T, D)
     residual = x.contiguous() if adds_residual else None
-    return moe_grouped_triton.run_experts(h, *chosen, gate_up, down, limit, residual=residual, shared=shared)
+    return moe_grouped_triton.run_experts(
+        h, *chosen, gate_up, down, limit, residual=residual, shared=shared, width=width
+    )

@@ -2,7 +2,7 @@
 
 The (token, choice) pairs are sorted by expert and cut into blocks of at most BLOCK_ROWS pairs of one expert; both
 products run over the blocks, and each token adds its choices in order. No count is read on the host: the grid is the
-largest number of blocks there can be.
+largest number of blocks there can be. Pairs of rows that do not count come behind all experts, in no block.
 """
 
 import torch
@@ -113,19 +113,25 @@ def grouped_down_kernel(
 
 @triton.jit
 def sum_choices_kernel(
-    pairs_ptr, residual_ptr, shared_ptr, out_ptr, D: tl.constexpr, A: tl.constexpr, BD: tl.constexpr
+    pairs_ptr, residual_ptr, shared_ptr, width_ptr, out_ptr, D: tl.constexpr, A: tl.constexpr, BD: tl.constexpr
 ):
-    """out (T, D) = residual + pairs summed in order + shared, rounded once. Grid: (T, D / BD). pairs (T, A, D) fp32."""
+    """out (T, D) = residual + pairs summed in order + shared, rounded once. Grid: (T, D / BD). pairs (T, A, D) fp32.
+
+    Behind `width` nothing is added to the residual.
+    """
     token = tl.program_id(0).to(tl.int64)
     i_d = tl.program_id(1) * BD + tl.arange(0, BD)
     m_d = i_d < D
+    m_added = m_d
+    if width_ptr is not None:
+        m_added = m_d & (token < tl.load(width_ptr))
     b_sum = tl.zeros((BD,), dtype=tl.float32)
     for a in tl.static_range(A):
-        b_sum += tl.load(pairs_ptr + (token * A + a) * D + i_d, mask=m_d, other=0.0)
+        b_sum += tl.load(pairs_ptr + (token * A + a) * D + i_d, mask=m_added, other=0.0)
     if residual_ptr is not None:
         b_sum = tl.load(residual_ptr + token * D + i_d, mask=m_d, other=0.0).to(tl.float32) + b_sum
     if shared_ptr is not None:
-        b_sum += tl.load(shared_ptr + token * D + i_d, mask=m_d, other=0.0)
+        b_sum += tl.load(shared_ptr + token * D + i_d, mask=m_added, other=0.0)
     tl.store(out_ptr + token * D + i_d, b_sum.to(out_ptr.dtype.element_ty), mask=m_d)
 
 
@@ -133,12 +139,12 @@ def _blocks(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torc
     """Sort pairs by expert and cut them into blocks.
 
     Args:
-        experts: (pairs) of whole numbers, the expert of each pair.
+        experts: (pairs) of whole numbers, the expert of each pair; E: none.
         num_experts: E.
 
     Returns:
         The sorted pairs' old places (pairs), then each block's expert, first pair and end, (blocks) int32; an unused
-        block is empty.
+        block is empty, and pairs without an expert are in none.
     """
     num_pairs = experts.shape[0]
     # Sorting takes a pass for every few bits.
@@ -164,6 +170,7 @@ def run_experts(
     *,
     residual: torch.Tensor | None = None,
     shared: torch.Tensor | None = None,
+    width: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The weighted sum of each row's experts, between what else is added.
 
@@ -176,6 +183,7 @@ def run_experts(
         limit: of the SwiGLU, or None.
         residual: (T, D) contiguous, or None.
         shared: (T, D) fp32, what the shared expert gives, or None.
+        width: () int32; to rows at or past it nothing is added, and they touch no expert. None: all rows count.
 
     Returns:
         (T, D), the dtype of `h`.
@@ -183,6 +191,9 @@ def run_experts(
     T, D = h.shape
     A = experts.shape[1]
     E, _, F = down.shape
+    if width is not None:
+        i_t = torch.arange(T, device=h.device)
+        experts = experts.where((i_t < width)[:, None], E)
     order, block_expert, block_start, block_end = _blocks(experts.flatten(), E)
     blocks = (block_expert, block_start, block_end)
     act = torch.empty((T * A, F), dtype=h.dtype, device=h.device)
@@ -209,6 +220,6 @@ def run_experts(
     )
     out = torch.empty_like(h)
     sum_choices_kernel[(T, triton.cdiv(D, _SUM_BLOCK))](
-        pairs, residual, shared, out, D=D, A=A, BD=_SUM_BLOCK, num_warps=4
+        pairs, residual, shared, width, out, D=D, A=A, BD=_SUM_BLOCK, num_warps=4
     )
     return out
