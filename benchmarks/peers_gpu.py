@@ -31,6 +31,7 @@ CONFIG_PATH = Path(soloist.__file__).parent / "configs" / f"{CONFIG}.json"
 EAGER_TOKENS = 24
 # Name, program, its words; the nearest peers first.
 RUNS = (
+    ("repeat", "run_torch_gpu.py", ("repeat", str(CONTEXT_LEN), str(NEW_TOKENS))),
     ("sdpa", "run_torch_gpu.py", ("sdpa", str(CONTEXT_LEN), str(NEW_TOKENS))),
     ("transformers", "run_transformers_gpu.py", (str(CONTEXT_LEN), "128")),
     ("eager", "run_torch_gpu.py", ("eager", str(CONTEXT_LEN), str(EAGER_TOKENS))),
