@@ -21,7 +21,7 @@ import torch
 from model_bench import CONTEXT_LEN, Bench, built_in, by_width, step_row
 from soloist.bench.figures import spread
 from soloist.bench.prefill import measure_prompt
-from soloist.bench.results import Result, write_result
+from soloist.bench.results import Result
 from soloist.engine import Engine
 from soloist.models.causal_lm import CausalLM
 from soloist.runtime.graph import Execution, freeze_garbage
@@ -181,7 +181,7 @@ def run(
         bench = Bench(first.model, first.config, device=device, **sizes)
         for name, case in of_model:
             for result in measure_case(bench, name, case):
-                write_result(result, out, commit)
+                bench.write(result, out, commit)
         del bench
         clear()
 

@@ -28,7 +28,7 @@ from model_bench import Bench, built_in, by_width, step_row
 from soloist.bench.figures import spread
 from soloist.bench.ladder import ladder
 from soloist.bench.prefill import measure_prompt
-from soloist.bench.results import Result, commit, device_name, machine_folder, write_result
+from soloist.bench.results import Result, commit, device_name, machine_folder
 from soloist.config import disable_multicast
 from soloist.engine import Engine
 from soloist.kernels.allreduce import MAX_PUSHED_ROWS, TensorParallel, all_gather_columns
@@ -309,7 +309,7 @@ def run_rank(arguments: argparse.Namespace, config: dict[str, Any], device_type:
         started_s = time.perf_counter()
         for result in run_case(bench, case, prompt):
             if rank == 0:
-                write_result(result, folder, arguments.commit)
+                bench.write(result, folder, arguments.commit)
         bench.say(f"{case}: {time.perf_counter() - started_s:.1f} s")
     bench.meet()
     dist.destroy_process_group()

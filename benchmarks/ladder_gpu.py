@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import soloist.kernels.moe as kernels_moe
 from model_bench import Bench
 from soloist.bench.ladder import RungSettings, ladder
-from soloist.bench.results import Result, write_result
+from soloist.bench.results import Result
 from soloist.kernels.norm import rms_norm
 from soloist.runtime.graph import Execution
 from soloist.sampling_params import SamplingParams
@@ -205,7 +205,7 @@ def main() -> None:
             benches[case.config] = Bench(case.config)
         bench, started_s = benches[case.config], time.perf_counter()
         for result in (sweep if case.width is None else climb)(bench, name, case):
-            write_result(result, arguments.out, arguments.commit)
+            bench.write(result, arguments.out, arguments.commit)
         print(f"{name}: {time.perf_counter() - started_s:.1f} s", flush=True)
 
 

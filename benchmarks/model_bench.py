@@ -11,13 +11,14 @@ import sys
 import time
 from dataclasses import asdict
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 import soloist.models.feed_forward as feed_forward
 from soloist.bench.ladder import step_fields
-from soloist.bench.results import Result, device_name
+from soloist.bench.results import Result, at_bandwidth, device_name, write_result
 from soloist.bench.steps import SpreadRows, StepFigures, measure_steps
 from soloist.engine import Engine
 from soloist.kernels.allreduce import ALONE, TensorParallel
@@ -114,7 +115,12 @@ class Bench:
         started_s = time.perf_counter()
         self.name, self.config, self.device, self.group = name, config, torch.device(device), group
         self.context_len, self.room, self.max_context_len = context_len, room, context_len + room
+        # What floors are priced with until they are written.
         self.bandwidth = measure_bandwidth(self.device)
+        # All that this run has measured, behind every context; what it has written, by case, and with which of them.
+        self._bandwidths = [self.bandwidth]
+        self._written: dict[str, Result] = {}
+        self._written_at = self.bandwidth
         self.target = load_model(config or built_in(name), device=self.device, weights="random", group=group)
         self._draft_model: CausalLM | None = None
         took_s, gib = time.perf_counter() - started_s, self.target.report.weight_bytes / 2**30
@@ -125,6 +131,18 @@ class Bench:
         other = copy.copy(self)
         other.context_len, other.max_context_len = context_len, context_len + self.room
         return other
+
+    def write(self, result: Result, folder: Path | None, commit: str | None) -> None:
+        """Write a result with floors of the largest bandwidth of this run, and anew those of a smaller one.
+
+        A measurement of the bandwidth may be disturbed; the memory is not.
+        """
+        self._bandwidths.append(measure_bandwidth(self.device))
+        self._written[result.case] = result
+        largest = max(self._bandwidths)
+        is_larger, self._written_at = largest > self._written_at, largest
+        for earlier in self._written.values() if is_larger else [result]:
+            write_result(at_bandwidth(earlier, largest), folder, commit)
 
     def say(self, words: str) -> None:
         """Print, for all ranks once."""
@@ -210,6 +228,7 @@ class Bench:
         most_steps: int | None = None,
     ) -> tuple[StepFigures, dict[str, Any]]:
         """Measure one form of the step; give also its floor."""
+        self._bandwidths.append(measure_bandwidth(self.device))
         engine = self.make_engine(execution, drafter=drafter, width=width, acceptance_length=acceptance_length)
         if is_adaptive:
             engine.adapt_width(measure(engine))

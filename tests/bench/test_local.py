@@ -231,6 +231,16 @@ def test_a_ladder_measures_rung_by_rung_with_one_workload(monkeypatch: pytest.Mo
     assert (plain.warm.acceptance_length, draft.warm.acceptance_length) == (1.0, pytest.approx(2.2))
 
 
+def test_the_rungs_of_a_ladder_have_the_largest_bandwidth_of_the_run(monkeypatch: pytest.MonkeyPatch):
+    found = iter([50.0, 100.0, 80.0])
+    monkeypatch.setattr("soloist.bench.local.measure_bandwidth", lambda device: next(found))
+    rungs = [Rung(name=str(i), load=lambda: scripted([[1]] * 11)) for i in range(3)]
+    for m in measure_ladder(rungs, lambda llm: workload(11), repeats=1):
+        assert m.floor.bandwidth_gb_per_s == 100.0
+        assert m.floor.step_ms == pytest.approx(m.floor.step_bytes / 100.0 / 1e6)
+        assert m.floor.share == pytest.approx(m.floor.step_ms / m.step_ms.median)
+
+
 def test_a_config_without_tokenizer_is_measured_with_token_ids():
     model = load_model(miniature_config("llama"), dtype=torch.float32, weights="random")
     llm = LLM.of(Engine(ModelRunner(model, max_context_len=64)), None, "config")

@@ -7,7 +7,8 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
@@ -33,6 +34,13 @@ class Floor:
     # Positions in the cache, and rows of a step, both means.
     context_len: int
     width: int
+
+    def at(self, bandwidth_gb_per_s: float) -> Self:
+        """Give the floor at a larger bandwidth."""
+        factor = self.bandwidth_gb_per_s / bandwidth_gb_per_s
+        return replace(
+            self, bandwidth_gb_per_s=bandwidth_gb_per_s, step_ms=self.step_ms * factor, share=self.share * factor
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,4 +230,6 @@ def measure_ladder(
         # Loading for a GPU took it out of the collector's sight.
         gc.unfreeze()
         gc.collect()
-    return measurements
+    # One machine has one bandwidth: the largest that was seen, also for the rungs before it.
+    bandwidth = max(measurement.floor.bandwidth_gb_per_s for measurement in measurements)
+    return [replace(measurement, floor=measurement.floor.at(bandwidth)) for measurement in measurements]

@@ -115,6 +115,34 @@ def _measured(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value not in (None, (), [], {})}
 
 
+def at_bandwidth(result: Result, bandwidth_gb_per_s: float) -> Result:
+    """Price a result anew, where its run has measured a larger bandwidth later: floors are bytes over it.
+
+    Args:
+        result: with floors at its own bandwidth.
+        bandwidth_gb_per_s: the larger one; a smaller one changes nothing.
+    """
+    if result.bandwidth_gb_per_s is None or result.bandwidth_gb_per_s >= bandwidth_gb_per_s:
+        return result
+    factor = result.bandwidth_gb_per_s / bandwidth_gb_per_s
+    fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+    fields = _scale_floors(fields, factor) | {
+        "bandwidth_gb_per_s": bandwidth_gb_per_s,
+        "rungs": tuple(at_bandwidth(rung, bandwidth_gb_per_s) for rung in result.rungs),
+    }
+    return Result(**fields)
+
+
+def _scale_floors(value: Any, factor: float, *, is_floor: bool = False) -> Any:
+    """Multiply what is a floor, or a share of one, wherever it stands."""
+    if isinstance(value, dict):
+        floors = {name for name in value if str(name).startswith("floor_step_ms") or name == "share_of_floor"}
+        return {name: _scale_floors(x, factor, is_floor=is_floor or name in floors) for name, x in value.items()}
+    if isinstance(value, list):
+        return [_scale_floors(x, factor) for x in value]
+    return value * factor if is_floor and isinstance(value, float) else value
+
+
 def write_result(result: Result, folder: Path | None = None, commit_id: str | None = None) -> Path:
     """Write a result file, over the one of the case's last run.
 
