@@ -399,6 +399,14 @@ def test_the_published_draft_of_qwen3_4b_has_the_published_parameters():
     assert num_parameters(config) == 1_393_133_569
 
 
+@pytest.mark.parametrize(("given", "want"), [(16, 32), (32, 32), (96, 128), (128, 128), (256, 128)])
+def test_a_draft_of_a_hybrid_has_heads_that_a_gpu_attends_to(given: int, want: int):
+    target = replace(published("ling-3.0-tiny"), head_dim=given)
+    config = random_config(target)
+    assert target.kda.head_dim == given and config.transformer.head_dim == want
+    assert config.transformer.num_attention_heads == target.kda.num_heads
+
+
 @pytest.mark.parametrize(
     ("depth", "num_layers", "want"),
     [

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from soloist.errors import UnsupportedError
+from soloist.kernels.check import HEAD_SIZES
 from soloist.models.causal_lm import ModelConfig
 from soloist.models.hybrid import HybridConfig
 from soloist.models.layers import DenseConfig
@@ -144,6 +145,7 @@ def random_config(
 
     Args:
         target: a dense config, or a hybrid one; heads, head size and F are the target's, of the KDA layers in a hybrid.
+            Where attention takes no heads of their size on a GPU, the next larger one that it takes, or the largest.
         block_size: B.
         num_hidden_layers: of the draft.
         num_attention_heads: H and G. None: the target's.
@@ -156,7 +158,9 @@ def random_config(
     if isinstance(target, DenseConfig):
         heads, kv_heads, head_dim = target.num_attention_heads, target.num_key_value_heads, target.head_dim
     else:
-        heads, kv_heads, head_dim = target.kda.num_heads, target.kda.num_heads, target.kda.head_dim
+        heads, kv_heads = target.kda.num_heads, target.kda.num_heads
+        # The layers of the target take sizes that attention does not.
+        head_dim = next((size for size in HEAD_SIZES if size >= target.kda.head_dim), HEAD_SIZES[-1])
     if num_attention_heads is not None:
         heads = kv_heads = num_attention_heads
     transformer = DenseConfig(
