@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -375,3 +376,58 @@ def test_what_is_alive_is_taken_out_of_the_collectors_sight():
         assert gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_what_is_garbage_stays_until_a_capture_is_over(was_enabled: bool):
+    (gc.enable if was_enabled else gc.disable)()
+    try:
+        gc.collect()
+        garbage = make_garbage(None)
+        with graph.without_collection():
+            fill_the_heap()
+            assert garbage() is not None
+        assert gc.isenabled() == was_enabled
+        fill_the_heap()
+        assert (garbage() is None) == was_enabled
+    finally:
+        gc.enable()
+
+
+@needs_gpu
+def test_a_graph_that_is_garbage_does_not_break_off_the_capture_of_another():
+    number = torch.zeros(1, device="cuda")
+    kept = []
+
+    def step() -> None:
+        number.add_(1)
+        if torch.cuda.is_current_stream_capturing():
+            fill_the_heap()
+            kept.append(garbage() is not None)
+
+    unused = graph.StepGraph(lambda: number.zero_())
+    gc.collect()
+    garbage = make_garbage(unused)
+    del unused
+    again = graph.StepGraph(step)
+    number.zero_()
+    again.replay()
+    assert kept == [True] and float(number) == 1
+
+
+class Garbage:
+    """What holds itself, and something else."""
+
+    def __init__(self, held: object) -> None:
+        self.itself, self.held = self, held
+
+
+def make_garbage(held: object) -> weakref.ref[Garbage]:
+    """Let go of what only the collector frees."""
+    return weakref.ref(Garbage(held))
+
+
+def fill_the_heap() -> None:
+    """Have the collector run, unless it is off."""
+    for _ in range(10_000):
+        Garbage(None)

@@ -93,7 +93,8 @@ class StepGraph:
             # Compiles what is not compiled yet.
             step()
             self._stream.synchronize()
-            with torch.cuda.graph(self._graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+            capture = torch.cuda.graph(self._graph, pool=pool, stream=self._stream, capture_error_mode="thread_local")
+            with without_collection(), capture:
                 step()
         self._graph.instantiate()
         torch.cuda.current_stream().wait_stream(self._stream)
@@ -188,6 +189,22 @@ class StepQueue:
                 record = self._ring.poll(self._num_top)
         self._waited_s = time.perf_counter() - begin_s
         return record
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Keep the collector from running by itself inside the block, the capture of a graph.
+
+    The garbage of an engine that is gone may hold its graphs, and with a PyTorch that does not guard against it,
+    destroying one breaks off the capture.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def freeze_garbage() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from soloist.runtime.graph import without_collection
 from soloist.train.batches import Batch, place_blocks
 from soloist.train.capture import MemoryStore, States
 from soloist.train.documents import Documents, send
@@ -111,7 +112,7 @@ class RecordedStep:
             pool = torch.cuda.graph_pool_handle()
             for stage in self._stages:
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
+                with without_collection(), torch.cuda.graph(graph, pool=pool):
                     found = self._update(*inputs, stage)
                 self._graphs[stage] = graph, found
         graph, found = self._graphs[is_last_stage]
