@@ -1,13 +1,17 @@
 """Miniatures at sizes that a GPU's kernels take, drafters for them, and engines that run them in either form."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from soloist.engine import Engine
+from soloist.kernels.launch import delayed_producers
 from soloist.models.causal_lm import CausalLM
-from soloist.runtime.graph import Execution
+from soloist.runtime.buffers import SamplingPlan
+from soloist.runtime.device_loop import DeviceLoop
+from soloist.runtime.graph import Execution, StepGraph
 from soloist.runtime.runner import ModelRunner
 from soloist.sampling_params import SamplingParams
 from soloist.spec.draft_model import DraftModel
@@ -140,6 +144,22 @@ PARAMS = {
         seed=5,
     ),
 }
+
+
+def prepare_delayed(engine: Engine, params: SamplingParams, phase: int) -> None:
+    """Capture the steps of a request with every second kernel delayed, from the one of number `phase` on."""
+    capture = Engine.capture
+
+    def load_and_capture(engine: Engine, step: Callable[[], None]) -> StepGraph | DeviceLoop:
+        # A kernel that is not delayed in the run before the capture may be in it, where nothing can be loaded.
+        for other in (0, 1):
+            with delayed_producers(other):
+                step()
+        return capture(engine, step)
+
+    with pytest.MonkeyPatch.context() as patch, delayed_producers(phase):
+        patch.setattr(Engine, "capture", load_and_capture)
+        engine.prepare(SamplingPlan.of(params))
 
 
 def state_of(engine: Engine) -> list[torch.Tensor]:

@@ -11,8 +11,17 @@ import torch
 
 from soloist.kernels.launch import HAS_TRITON, delayed_producers, has_delays, pdl_options
 from soloist.models.causal_lm import CausalLM
-from soloist.runtime.buffers import SamplingPlan
-from tests.runtime.gpu_models import BEST, EAGER, PARAMS, make_engine, needs_gpu, prompt_of, state_of
+from soloist.runtime.graph import without_collection
+from tests.runtime.gpu_models import (
+    BEST,
+    EAGER,
+    PARAMS,
+    make_engine,
+    needs_gpu,
+    prepare_delayed,
+    prompt_of,
+    state_of,
+)
 
 if HAS_TRITON:
     import triton
@@ -52,7 +61,7 @@ def run_chain(waits: bool, phase: int) -> list[int]:
     with torch.cuda.stream(stream), delayed_producers(phase):
         chain()
         stream.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
+        with without_collection(), torch.cuda.graph(graph, stream=stream):
             chain()
     for row in x:
         row.zero_()
@@ -78,8 +87,7 @@ def test_no_kernel_of_a_step_reads_before_it_has_waited(model: CausalLM, kind: s
     for execution in (EAGER, BEST):
         engine = make_engine(model, execution, max_drafts)
         if execution is BEST:
-            with delayed_producers(phase):
-                engine.prepare(SamplingPlan.of(PARAMS[kind]))
+            prepare_delayed(engine, PARAMS[kind], phase)
         results = list(engine.generate(prompt_of(model), PARAMS[kind]))
         texts.append([token for result in results for token in result.token_ids])
         logprobs.append([logprob for result in results for logprob in result.logprobs])

@@ -8,10 +8,8 @@ import torch
 
 from soloist.draft_check import check_draft
 from soloist.engine import Engine
-from soloist.kernels.launch import delayed_producers
 from soloist.models import load_model
 from soloist.models.causal_lm import CausalLM
-from soloist.runtime.buffers import SamplingPlan
 from soloist.runtime.runner import ModelRunner
 from soloist.sampling_params import SamplingParams
 from soloist.spec.costs import StepCosts
@@ -24,7 +22,7 @@ from soloist.spec.ngram import PromptLookup
 from soloist.spec.setup import DrafterSetup
 from soloist.step_costs import measure
 from tests.miniature import write_checkpoint
-from tests.runtime.gpu_models import BEST, EAGER, GPU_SIZES
+from tests.runtime.gpu_models import BEST, EAGER, GPU_SIZES, prepare_delayed
 from tests.spec.drafters import prompt_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are a GPU's")
@@ -136,8 +134,7 @@ def test_no_kernel_of_a_draft_reads_before_it_has_waited(folder: Path, name: str
         engine.adapt_width(StepCosts(plain_ms=1.0, step_ms=(1.0, 1.2, 1.4, 1.6)))
         engine.switch = None
         if execution is BEST:
-            with delayed_producers(phase):
-                engine.prepare(SamplingPlan.of(PARAMS[kind]))
+            prepare_delayed(engine, PARAMS[kind], phase)
         generation = engine.generate([5, 6, 7, 8, 9] * 6, PARAMS[kind])
         tokens = [t for result in generation for t in result.token_ids]
         found.append((tokens, generation.stats.drafted_histogram, generation.stats.accepted_histogram))
