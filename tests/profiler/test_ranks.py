@@ -91,6 +91,23 @@ def test_a_trace_that_begins_later_is_matched_by_the_clock():
     assert report.waited_us == pytest.approx(90.0, abs=5.0)
 
 
+def test_a_rank_that_stalls_once_is_not_the_late_one():
+    """As one does when its recording begins while the other's runs."""
+    machines = run_ranks([0.0, 90.0], num_steps=60)
+    for machine in machines:
+        collective = [event for event in machine.events if event["name"].startswith("nccl")][60]
+        start_us = collective["ts"]
+        # The other rank is inside of it meanwhile.
+        if machine.rank == 1:
+            collective["dur"] += 20_000.0
+        for event in machine.events:
+            if event["ts"] > start_us or (event is collective and machine.rank == 0):
+                event["ts"] += 20_000.0
+    report, _ = compare(machines)
+    assert report.late_rank == 1
+    assert report.ranks[0].late_share < 0.05 < report.ranks[1].late_share
+
+
 def test_ranks_that_arrive_together_have_no_late_one():
     report, analyses = compare(run_ranks([0.0, 0.0]))
     assert report.late_rank is None

@@ -21,6 +21,9 @@ _MAX_SHIFT = 64
 _MAX_APART_US = 1e6
 # A rank that is behind the others by less is not late.
 _LATE_US = 2.0
+# What is above this share of all delays counts no more than it: a rank that stalls once, as recorders make it when they
+# begin and end, is not the one that is late.
+_USUAL_SHARE = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +48,7 @@ class RanksReport:
 
     ranks: tuple[RankFigures, ...]
     num_collectives: int
-    # The rank that comes last most often; None: they arrive together.
+    # The rank that costs the others most, single stalls apart; None: they arrive together.
     late_rank: int | None
     # How long the others wait for it in one collective, mean over those to which it came last.
     waited_us: float
@@ -151,7 +154,9 @@ def _judge(
         others = sorted(row)[:-1]
         if last_us - others[-1] > _LATE_US:
             late[row.index(last_us)].append(last_us - statistics.fmean(others))
-    worst = max(range(len(ranks)), key=lambda i: sum(late[i]))
+    delays = sorted(delay for of_rank in late for delay in of_rank)
+    most = delays[int(_USUAL_SHARE * (len(delays) - 1))] if delays else 0.0
+    worst = max(range(len(ranks)), key=lambda i: sum(min(delay, most) for delay in late[i]))
     return RanksReport(
         ranks=tuple(
             RankFigures(
