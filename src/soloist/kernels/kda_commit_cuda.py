@@ -128,7 +128,8 @@ def commit(cache: KdaCache, kept: KdaKept, num_rows: torch.Tensor) -> None:
     if dtype not in (torch.bfloat16, torch.float32) or K % 4 or V % _PER_THREAD or T > MAX_ROWS:
         raise UnsupportedError(
             f"{dtype} heads of {K} keys and {V} values, {T} rows kept, have no kernel that commits; it takes "
-            f"bfloat16 and float32, keys in multiples of 4, values in multiples of {_PER_THREAD} and {MAX_ROWS} rows"
+            f"bfloat16 and float32, keys in multiples of 4, values in multiples of {_PER_THREAD} and {MAX_ROWS} rows,"
+            " a CPU takes all"
         )
     channels = max(n for n in range(_PER_THREAD, _MAX_CHANNELS + 1, _PER_THREAD) if V % n == 0)
     definitions = {

@@ -171,7 +171,8 @@ def check_head(K: int, V: int) -> None:
     """
     if any(size < 16 or size & (size - 1) for size in (K, V)):
         raise UnsupportedError(
-            f"KDA heads of {K} keys and {V} values have no GPU kernel; it takes 16, 32, 64 or 128 of each"
+            f"KDA heads of {K} keys and {V} values have no GPU kernel; it takes 16, 32, 64 or 128 of each,"
+            " a CPU any number"
         )
 
 

@@ -357,7 +357,7 @@ def verify(rows: KdaRows, weights: KdaWeights, cache: KdaCache, kept: KdaKept) -
     if qkv.dtype not in (torch.bfloat16, torch.float32) or K % 16 or V % 8 or not 8 <= V <= 256 or K > 128:
         raise UnsupportedError(
             f"{qkv.dtype} heads of {K} keys and {V} values have no kernel that verifies; it takes bfloat16 and "
-            "float32, keys in multiples of 16 up to 128 and values in multiples of 8 up to 256"
+            "float32, keys in multiples of 16 up to 128 and values in multiples of 8 up to 256, a CPU takes all"
         )
     # Loops over rows are unrolled, pairs of rows belong together: the fewest that are even.
     num_rows = T + T % 2

@@ -422,7 +422,7 @@ def _check_sizes(rows: MlaRows, weights: MlaWeights) -> None:
     if any(size < 16 or size & (size - 1) for size in (R, P, K, V)):
         raise UnsupportedError(
             f"latent attention of rank {R} with {K} + {P} keys and {V} values a head has no GPU kernel; it takes powers"
-            " of two from 16 on"
+            " of two from 16 on, a CPU any number"
         )
 
 

@@ -435,7 +435,9 @@ def run_experts(
     E, _, F = down.shape
     num_shared, rest = divmod(0 if shared_down is None else shared_down.shape[1], F)
     if x.dtype != torch.bfloat16:
-        raise UnsupportedError(f"experts in {x.dtype} have no GPU kernel for a step: run the model in bfloat16")
+        raise UnsupportedError(
+            f"experts in {x.dtype} have no GPU kernel for a step: run the model in bfloat16, or on the CPU"
+        )
     assert x.dtype == norm_weight.dtype == gate_up.dtype and x.is_contiguous() and T <= MAX_ROWS
     is_sized = D % 8 == F % 8 == E % 32 == rest == 0 and D <= _MAX_HIDDEN and E <= 1024
     if not is_sized or 32 % router.n_group or router.num_experts_per_tok > 32:
@@ -443,7 +445,8 @@ def run_experts(
             f"experts of size {F} ({E} of them in {router.n_group} groups, {router.num_experts_per_tok} a token, "
             f"{num_shared * F + rest} shared) on a hidden size of {D} have no GPU kernel; it takes hidden and expert "
             f"sizes that are multiples of 8, the hidden size up to {_MAX_HIDDEN}, up to 1024 experts in multiples of "
-            "32, groups that divide 32, up to 32 experts a token, and shared experts of a multiple of the experts' size"
+            "32, groups that divide 32, up to 32 experts a token, and shared experts of a multiple of the experts' "
+            "size, a CPU takes all"
         )
     # A step of one token, and every other.
     rows = 1 if T == 1 else MAX_ROWS

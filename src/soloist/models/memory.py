@@ -37,7 +37,8 @@ def check_fits(num_bytes: float, device: torch.device, what: str) -> None:
     """
     free = free_bytes(device)
     if num_bytes > free:
+        elsewhere = "" if device.type == "cpu" else ", or run it on the CPU"
         raise DoesNotFitError(
             f"{what} needs {num_bytes / _GIB:.2f} GiB on {device}, and {free / _GIB:.2f} GiB are free: choose a smaller"
-            " model or context, or end what else uses the memory"
+            f" model or context, or end what else uses the memory{elsewhere}"
         )
