@@ -34,6 +34,7 @@ from soloist.draft_check import judge_tie, read_sequence
 from soloist.engine import Engine
 from soloist.hub import find_model
 from soloist.llm import LLM
+from soloist.loading import choose_device
 from soloist.models import load_model
 from soloist.models.causal_lm import CausalLM
 from soloist.runtime.buffers import SamplingPlan
@@ -321,7 +322,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=24, help="of each set")
     parser.add_argument("--tokens", type=int, default=128, help="most of an answer")
     parser.add_argument("--seconds", type=float, default=600.0, help="of answering, shared by the sets")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default=str(choose_device().device))
     parser.add_argument("--threads", type=int)
     parser.add_argument("--case", required=True, help="name of the result")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")

@@ -85,7 +85,7 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, Any]:
         line = next(line for line in server.stderr if "is ready after" in line)
         url = next(word for word in line.split() if word.startswith("http://"))
         connection = http.client.HTTPConnection(url.removeprefix("http://").partition("/")[0])
-        llm = LLM(model, num_threads=1, max_context_len=1024)
+        llm = LLM(model, device="cpu", num_threads=1, max_context_len=1024)
         sides: dict[str, tuple[list[float], list[float]]] = {"api": ([], []), "server": ([], [])}
         for i in range(options.rounds + 1):
             answers = {

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from soloist.engine import Engine
+from soloist.loading import choose_device
 from soloist.models import find_model_class, load_model
 from soloist.models.causal_lm import CausalLM
 from soloist.models.loader import Placement, RandomSource
@@ -187,7 +188,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=50.0, help="of the target, and half of it for each draft")
     parser.add_argument("--quick", action="store_true", help="small parts: to see on a CPU that everything runs")
     args = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = choose_device().device
     torch.set_float32_matmul_precision("high")
     clock, is_quick = Clock(device), args.quick
     trained, held_out = read_corpus(60 if is_quick else 900)

@@ -15,6 +15,13 @@ def _same_numbers_every_time() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide GPUs from commands that say nothing of a device, and from the processes that a test starts."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
 def pytest_configure() -> None:
     # Tests run beside each other; a second thread makes small operators slower, not faster.
     torch.set_num_threads(1)

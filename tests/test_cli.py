@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from soloist import loading
 from soloist.cli import main
 from tests.tiny_model import write_tiny_model
 
@@ -28,7 +27,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_cache(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, no_gpu: None
+) -> Iterator[None]:
     """No test reads or writes the user's cache or the network, and none leaves a signal handler behind."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -70,25 +71,6 @@ def test_an_answer_goes_to_stdout_and_one_speed_line_to_stderr(tiny: Path, capsy
     (line,) = err.splitlines()
     for word in ("prompt tokens", "TTFT", "TPOT", "tok/s", "GB/s", "length"):
         assert word in line
-
-
-def test_a_gpu_that_nobody_asked_for_is_named(
-    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    load_rank = loading.load_rank
-
-    def load_and_find_gpu(*args, **kwargs):
-        loaded = load_rank(*args, **kwargs)
-        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-        monkeypatch.setattr("torch.cuda.get_device_name", lambda: "Fast One")
-        return loaded
-
-    monkeypatch.setattr(loading, "load_rank", load_and_find_gpu)
-    for words, is_terminal in (([], True), ([], False), (["--device", "cpu"], True)):
-        monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)
-        assert main(["run", "-m", str(tiny), "hello", "-n", "2", *words]) == 0
-        is_named = "on the CPU; --device cuda runs on the Fast One" in capsys.readouterr().err
-        assert is_named == (is_terminal and not words)
 
 
 def test_json_is_one_object_whose_figures_agree(tiny: Path, capsys: pytest.CaptureFixture[str]):

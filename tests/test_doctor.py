@@ -60,7 +60,9 @@ def test_a_machine_without_a_gpu_says_what_is_missing():
     machine = doctor.inspect_machine()
     assert machine.memory_gib >= machine.free_memory_gib > 0 and machine.bandwidth_gb_per_s > 0
     assert machine.capabilities["answers on the CPU"].startswith("yes")
-    assert (machine.capabilities["answers on the GPU"] == "yes") == bool(machine.gpus and machine.triton)
+    can_answer = bool(machine.gpus) and machine.gpus[0].lack is None
+    assert (machine.capabilities["answers on the GPU"] == "yes") == can_answer
+    assert machine.default_device == ("cuda" if can_answer else "cpu")
 
 
 def test_a_machine_without_machine_code_says_so(monkeypatch: pytest.MonkeyPatch):
@@ -74,16 +76,33 @@ def test_a_machine_without_machine_code_says_so(monkeypatch: pytest.MonkeyPatch)
 
 def test_gpus_that_cannot_reach_each_other_are_named():
     gpu = doctor.Gpu(
-        name="G", compute_capability="9.0", memory_gib=80.0, free_memory_gib=79.0, bandwidth_gb_per_s=3000.0
+        name="G",
+        compute_capability="9.0",
+        memory_gib=80.0,
+        free_memory_gib=79.0,
+        lack=None,
+        bandwidth_gb_per_s=3000.0,
     )
     machine = replace(doctor.inspect_machine(), gpus=(gpu, gpu, gpu), strangers=())
-    assert machine.capabilities["shares a model between GPUs"] == "yes"
+    assert machine.capabilities["answers on the GPU"] == machine.capabilities["shares a model between GPUs"] == "yes"
+    old = replace(gpu, lack="the G is too old")
+    one_old = replace(machine, gpus=(gpu, old)).capabilities
+    assert one_old["answers on the GPU"] == "yes"
+    assert one_old["shares a model between GPUs"] == "no: the G is too old"
+    assert replace(machine, gpus=(old,)).capabilities["answers on the GPU"] == "no: the G is too old"
     machine = replace(machine, strangers=((0, 2), (1, 2)))
     assert machine.capabilities["shares a model between GPUs"].startswith("no: GPUs 0 and 2, 1 and 2 cannot")
     assert "shares a model between GPUs" not in replace(machine, gpus=(gpu,)).capabilities
 
 
-GPU = doctor.Gpu(name="G", compute_capability="9.0", memory_gib=100.0, free_memory_gib=99.0, bandwidth_gb_per_s=4000.0)
+GPU = doctor.Gpu(
+    name="G",
+    compute_capability="9.0",
+    memory_gib=100.0,
+    free_memory_gib=99.0,
+    lack=None,
+    bandwidth_gb_per_s=4000.0,
+)
 
 
 def footprint(weight_gb: float, num_layers: int) -> Footprint:

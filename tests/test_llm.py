@@ -30,7 +30,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(write_tiny_model(tmp_path_factory.mktemp("tiny")), dtype="float32", max_context_len=200)
+    return LLM(write_tiny_model(tmp_path_factory.mktemp("tiny")), device="cpu", dtype="float32", max_context_len=200)
 
 
 Group = str | Sequence[int]
@@ -279,7 +279,7 @@ def test_every_end_token_that_any_part_names_ends_an_answer(tmp_path):
         generation_config={"eos_token_id": [a]},
         tokenizer_config={"eos_token": "<|endoftext|>", "chat_template": CHAT_TEMPLATE},
     )
-    llm = LLM(folder, dtype="float32")
+    llm = LLM(folder, device="cpu", dtype="float32")
     assert {a, b, c} <= set(llm.engine.eos_token_ids)
     assert set(ChatTemplate(llm.tokenizer).stop_ids) <= set(llm.engine.eos_token_ids)
 
@@ -327,7 +327,7 @@ def test_a_prompt_that_is_none_is_refused(tiny, prompt, message: str):
 def test_a_prompt_of_bos_alone_is_one(tmp_path):
     folder = write_tiny_model(tmp_path)
     make_folder(folder, tokenizer_config={"bos_token": "<|bos|>", "eos_token": "<|im_end|>", "add_bos_token": True})
-    llm = LLM(folder, dtype="float32")
+    llm = LLM(folder, device="cpu", dtype="float32")
     assert llm.generate("", SamplingParams(max_tokens=3, ignore_eos=True)).num_prompt_tokens == 1
 
 
@@ -353,7 +353,7 @@ def test_filling_in_the_middle_ends_at_the_models_markers(tmp_path):
 
 
 def test_a_model_without_what_is_asked_for_says_so(tmp_path):
-    llm = LLM(write_tiny_model(tmp_path, chat_template=None), dtype="float32")
+    llm = LLM(write_tiny_model(tmp_path, chat_template=None), device="cpu", dtype="float32")
     with pytest.raises(UsageError, match="no chat template"):
         llm.chat([{"role": "user", "content": "Hi"}])
     with pytest.raises(UsageError, match="fill-in-the-middle"):
@@ -382,7 +382,7 @@ def test_a_model_without_a_tokenizer_takes_ids_and_gives_ids():
 )
 def test_an_argument_out_of_range_is_refused(tmp_path: Path, arguments: dict, error: type, message: str):
     with pytest.raises(error, match=message):
-        LLM(write_tiny_model(tmp_path), **arguments)
+        LLM(write_tiny_model(tmp_path), device="cpu", **arguments)
 
 
 def test_a_model_that_is_not_there_is_refused(tmp_path):
@@ -394,7 +394,7 @@ def test_random_weights_follow_their_seed(tmp_path):
     folder = write_tiny_model(tmp_path)
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     a, b, c = (
-        LLM(folder, weights="random", seed=seed, dtype="float32").generate("the", params).token_ids
+        LLM(folder, device="cpu", weights="random", seed=seed, dtype="float32").generate("the", params).token_ids
         for seed in (1, 1, 2)
     )
     assert a == b != c
@@ -402,5 +402,5 @@ def test_random_weights_follow_their_seed(tmp_path):
 
 def test_progress_is_told_while_weights_are_read(tmp_path):
     seen = []
-    LLM(write_tiny_model(tmp_path), dtype="float32", progress=lambda *at: seen.append(at))
+    LLM(write_tiny_model(tmp_path), device="cpu", dtype="float32", progress=lambda *at: seen.append(at))
     assert seen and seen[-1][0] == seen[-1][1]

@@ -18,7 +18,7 @@ def main() -> None:
     prompt = sys.argv[6]
     if num_runs == 0:
         return
-    llm = LLM(model, num_threads=num_threads, max_context_len=512)
+    llm = LLM(model, device="cpu", num_threads=num_threads, max_context_len=512)
     params = SamplingParams(max_tokens=num_new, ignore_eos=True)
     runs, text, num_prompt = [], "", 0
     # The first run warms up.

@@ -32,6 +32,7 @@ import torch.multiprocessing as mp
 from soloist.bench.results import Result, device_name, machine_folder, write_result
 from soloist.engine import Engine
 from soloist.llm import LLM
+from soloist.loading import choose_device
 from soloist.models import load_model
 from soloist.models.causal_lm import CausalLM
 from soloist.runtime.buffers import SamplingPlan
@@ -328,7 +329,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--anchors", type=int, default=32, help="places of a text that a step drafts from")
     parser.add_argument("--tokens", type=int, default=NUM_TOKENS, help="of an answer")
     parser.add_argument("--compare", action="store_true", help="train nothing: compare what is there")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default=str(choose_device().device))
     return parser.parse_args()
 
 

@@ -20,6 +20,7 @@ from train_tokenizer import texts
 
 from prompts import make_prompts, write_prompts
 from soloist import LLM, SamplingParams
+from soloist.loading import choose_device
 from soloist.models import load_model
 from soloist.models.causal_lm import CausalLM
 from soloist.tokenizer import Tokenizer
@@ -172,7 +173,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True, help="folder with held_out.jsonl.gz and the two .npy")
     parser.add_argument("--out", type=Path, required=True, help="the JSON file")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default=str(choose_device().device))
     parser.add_argument("--skip-baselines", action="store_true", help="leave out gzip and n-grams")
     parser.add_argument("--skip-likelihood", action="store_true", help="leave out bits per byte: slow on a CPU")
     parser.add_argument("--batched", action="store_true", help="complete without an engine: quick, and in other bits")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from soloist.loading import choose_device
 from soloist.models import load_model
 from soloist.models.causal_lm import CausalLM
 from soloist.tokenizer import Tokenizer
@@ -60,7 +61,7 @@ def main() -> None:
     parser.add_argument("--num-prompts", type=int, default=60000)
     parser.add_argument("--no-graphs", action="store_true", help="launch the operations of a step one by one")
     parser.add_argument("--fuse", choices=["auto", "always", "never"], default="auto", help="the loss; auto: try both")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default=str(choose_device().device))
     args = parser.parse_args()
     start_s = time.perf_counter()
     is_gpu = args.device != "cpu"

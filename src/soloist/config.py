@@ -23,6 +23,8 @@ class Environment:
     models_dir: Path | None
     # SOLOIST_API_KEY: what clients of the server must send, unless --api-key says. None: nothing.
     api_key: str | None
+    # CC: the C compiler that Triton calls. None: it looks for gcc, then for clang.
+    c_compiler: str | None
 
     @classmethod
     def read(cls) -> Self:
@@ -37,6 +39,7 @@ class Environment:
             cache_dir=cache_home / "soloist",
             models_dir=Path(models_dir).expanduser() if models_dir else None,
             api_key=os.environ.get("SOLOIST_API_KEY") or None,
+            c_compiler=os.environ.get("CC") or None,
         )
 
 

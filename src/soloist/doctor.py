@@ -18,6 +18,8 @@ import torch
 import soloist
 from soloist.hub import BUILT_IN, built_in_config
 from soloist.kernels import step_cpu
+from soloist.kernels.requirements import find_lack
+from soloist.loading import choose_device
 from soloist.models import find_model_class
 from soloist.models.footprint import model_footprint
 from soloist.models.loader import NUM_RANKS
@@ -47,6 +49,8 @@ class Gpu:
     memory_gib: float
     # What can be allocated now.
     free_memory_gib: float
+    # What the kernels miss here, and what to do. None: nothing.
+    lack: str | None
     # Reading, measured.
     bandwidth_gb_per_s: float
 
@@ -170,16 +174,17 @@ class Machine:
     gpus: tuple[Gpu, ...]
     # Pairs of GPUs of which one cannot read the other's memory, and which therefore cannot share a model.
     strangers: tuple[tuple[int, int], ...]
+    # Where a model runs if nobody says where: "cuda" or "cpu".
+    default_device: str
     # Of the built-in models, where GPUs can share one.
     sharing: tuple[SharingEstimate, ...]
 
     @property
     def capabilities(self) -> dict[str, str]:
         """What works here, and where something does not, what is missing."""
-        if self.gpus and self.triton:
-            gpu = "yes"
-        elif self.gpus:
-            gpu = "no: Triton is not installed (pip install triton)"
+        if self.gpus:
+            lack = self.gpus[0].lack
+            gpu = "yes" if lack is None else f"no: {lack}"
         elif self.cuda:
             gpu = "no: PyTorch sees no CUDA device (is the driver loaded?)"
         else:
@@ -188,8 +193,11 @@ class Machine:
         works = {"answers on the CPU": cpu, "answers on the GPU": gpu}
         if len(self.gpus) > 1:
             pairs = ", ".join(f"{a} and {b}" for a, b in self.strangers)
-            shared = f"no: GPUs {pairs} cannot read each other's memory" if pairs else "yes"
-            works["shares a model between GPUs"] = shared
+            lack = next((gpu.lack for gpu in self.gpus if gpu.lack is not None), None)
+            shared = "yes" if lack is None else f"no: {lack}"
+            works["shares a model between GPUs"] = (
+                f"no: GPUs {pairs} cannot read each other's memory" if pairs else shared
+            )
         return works
 
 
@@ -248,11 +256,13 @@ def known_bandwidth(device: torch.device, cache_dir: Path, *, seen_gb_per_s: flo
 def _inspect_gpu(index: int) -> Gpu:
     properties = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
+    lack = find_lack(index)
     return Gpu(
         name=properties.name,
         compute_capability=f"{properties.major}.{properties.minor}",
         memory_gib=total / 2**30,
         free_memory_gib=free / 2**30,
+        lack=None if lack is None else lack.in_words,
         bandwidth_gb_per_s=measure_bandwidth(f"cuda:{index}"),
     )
 
@@ -269,7 +279,7 @@ def inspect_machine() -> Machine:
     total, free = _memory_gib()
     gpus = tuple(_inspect_gpu(i) for i in range(torch.cuda.device_count()))
     strangers = find_strangers(len(gpus))
-    can_share = len(gpus) > 1 and not strangers
+    can_share = len(gpus) > 1 and not strangers and all(gpu.lack is None for gpu in gpus)
     return Machine(
         system=platform.platform(),
         python=platform.python_version(),
@@ -286,5 +296,6 @@ def inspect_machine() -> Machine:
         bandwidth_gb_per_s=measure_bandwidth("cpu", num_bytes=_QUICK_MEASURE_BYTES),
         gpus=gpus,
         strangers=strangers,
+        default_device=choose_device().device.type,
         sharing=estimate_sharing(built_in_footprints(), gpus) if can_share else (),
     )

@@ -18,7 +18,7 @@ from soloist.chat import ChatTemplate, Prompt
 from soloist.engine import Engine
 from soloist.errors import UsageError
 from soloist.kernels.compile_ahead import OnCompiled
-from soloist.loading import LoadOptions, load
+from soloist.loading import AUTO, LoadOptions, load
 from soloist.models.loader import Progress, WeightsDtype
 from soloist.request_stats import RequestStats
 from soloist.runtime.graph import Execution
@@ -44,7 +44,9 @@ class LLM:
             where it loses. What steps cost is measured the first time.
         simulated_acceptance: tokens that a step of full width shall commit on average, whatever the model says; for
             benchmarks.
-        device: where it runs. None: the CPU.
+        device: where it runs: "cpu", "cuda", one GPU as in "cuda:1", or "auto": the first GPU if kernels run there and
+            no argument is for a CPU alone (`num_threads`, float32, weights in int8 or int4), else the CPU. A warning
+            says why it is the CPU where there is a GPU.
         dtype: of activations and caches: "bfloat16", "float16" or "float32". None: bfloat16.
         weights: "file", or "random" to measure speed without a checkpoint.
         seed: of random weights.
@@ -52,7 +54,8 @@ class LLM:
         max_context_len: most tokens of prompt and answer together. None: what the model allows, up to 32768.
         num_threads: CPU threads, of each rank. None: measured in a few steps, starting from what torch would take;
             several ranks share what it would take.
-        tensor_parallel_size: ranks that share the model: 1, 2, 4 or 8 processes, each with a GPU if `device` is "cuda".
+        tensor_parallel_size: ranks that share the model: 1, 2, 4 or 8 processes, each with a GPU of its own or all on
+            the CPU.
         execution: how steps are run. None: what is fastest on the device.
         progress: called with (bytes read, bytes to read) while the weights are read.
         on_compiled: called with (kernels compiled, kernels to compile), on a GPU, behind that.
@@ -76,7 +79,7 @@ class LLM:
         draft_weights_dtype: WeightsDtype | None = None,
         adaptive_width: bool = False,
         simulated_acceptance: float | None = None,
-        device: torch.device | str | None = None,
+        device: torch.device | str = AUTO,
         dtype: torch.dtype | str | None = None,
         weights: Literal["file", "random"] = "file",
         seed: int = 0,

@@ -1,8 +1,11 @@
-"""From a model's name to an engine: weights, tokenizer, drafter, and the ranks that share them.
+"""From a model's name to an engine: where it runs, weights, tokenizer, drafter, and the ranks that share them.
 
-Owns what `LLM` does once. What it does with the result is `llm`'s; another rank's process does the same, in `follower`.
+Owns what `LLM` does once, and the choice of a device for every command. What it does with the result is `llm`'s;
+another rank's process does the same, in `follower`.
 """
 
+import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,9 +18,10 @@ from soloist.engine import Engine
 from soloist.errors import ModelNotFoundError, UnsupportedError, UsageError
 from soloist.hub import ModelFiles, find_model
 from soloist.kernels.compile_ahead import OnCompiled
+from soloist.kernels.requirements import find_lack
 from soloist.models import find_model_class, load_model, open_model, read_config
 from soloist.models.file_marks import mark_files
-from soloist.models.loader import Progress, WeightsDtype, check_num_ranks
+from soloist.models.loader import DENSE_DTYPES, PACKED_BYTES_PER_VALUE, Progress, WeightsDtype, check_num_ranks
 from soloist.runtime.buffers import SamplingPlan
 from soloist.runtime.comm import Leader, Ranks, check_tensor_parallel_size, connect_gpus, rank_device
 from soloist.runtime.graph import Execution
@@ -38,6 +42,9 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 _GREEDY, _SAMPLED = (SamplingPlan.of(SamplingParams(temperature=temperature)) for temperature in (0.0, 1.0))
 # What Python runs as another rank.
 _FOLLOWER = "from soloist.follower import main; main()"
+
+# The device that leaves it to `choose_device`.
+AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +87,7 @@ class Loaded:
 
 def load(
     options: LoadOptions,
-    device: torch.device | str | None,
+    device: torch.device | str,
     tensor_parallel_size: int,
     progress: Progress | None,
     on_compiled: OnCompiled | None,
@@ -90,7 +97,18 @@ def load(
     Raises:
         SoloistError: as `LLM` says.
     """
-    place = as_device(device)
+    choice = choose_device(
+        device,
+        num_ranks=tensor_parallel_size,
+        dtype=options.dtype,
+        weights_dtype=options.weights_dtype,
+        draft_weights_dtype=options.draft_weights_dtype,
+        num_threads=options.num_threads,
+    )
+    if choice.remark is not None:
+        # The caller of `LLM`.
+        warnings.warn(choice.remark, stacklevel=3)
+    place = choice.device
     check_tensor_parallel_size(tensor_parallel_size, place)
     if options.execution is not None:
         options.execution.check_num_ranks(tensor_parallel_size)
@@ -251,20 +269,109 @@ def _make_drafter(name: str, setup: DrafterSetup, tokenizer: Tokenizer | None) -
     return drafter
 
 
-def as_device(device: torch.device | str | None) -> torch.device:
-    """Give the device that was asked for, the CPU by default.
+@dataclass(frozen=True, kw_only=True)
+class DeviceChoice:
+    """Where a model runs."""
+
+    device: torch.device
+    # Why that is the CPU although there is a GPU, and what to do. None: there is none, or it was asked for.
+    remark: str | None = None
+
+
+def choose_device(
+    device: torch.device | str = AUTO,
+    *,
+    num_ranks: int = 1,
+    dtype: torch.dtype | str | None = None,
+    weights_dtype: WeightsDtype | None = None,
+    draft_weights_dtype: WeightsDtype | None = None,
+    num_threads: int | None = None,
+) -> DeviceChoice:
+    """Decide where a model runs: the one place that does, for every command and for `LLM`.
+
+    "auto" is the first GPU if kernels run there and nothing was asked for that only a CPU has, else the CPU. Ranks do
+    not change that: too few GPUs for them are refused, by `check_tensor_parallel_size`.
+
+    Args:
+        device: what was asked for.
+        num_ranks: that share the model.
+        dtype: this and the others as `LLM` takes them.
 
     Raises:
-        UsageError: there is none of that name.
+        UsageError: there is no such device.
+        UnsupportedError: a GPU was asked for that no kernel runs on.
     """
+    if device == AUTO:
+        return _choose_best(_name_wish(dtype, weights_dtype, draft_weights_dtype, num_threads), num_ranks)
     try:
-        parsed = torch.device(device or "cpu")
+        named = torch.device(device)
     except RuntimeError:
-        raise UsageError(f"device is {device!r}; allowed: cpu, cuda, or one GPU as in cuda:1") from None
-    num_gpus = torch.cuda.device_count()
-    if parsed.type == "cuda" and (parsed.index or 0) >= num_gpus:
-        raise UsageError(f"device is {str(device)!r}, and PyTorch sees {num_gpus} CUDA devices; see `soloist doctor`")
-    return parsed
+        raise UsageError(f"device is {device!r}; allowed: auto, cpu, cuda, or one GPU as in cuda:1") from None
+    if named.type == "cuda":
+        # Those that its driver lets PyTorch use.
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (named.index or 0) >= num_gpus:
+            raise UsageError(
+                f"device is {str(device)!r}, and PyTorch sees {num_gpus} CUDA devices; see `soloist doctor`"
+            )
+        _refuse_lacks([named.index] if named.index is not None else range(min(num_ranks, num_gpus)), str(device))
+    return DeviceChoice(device=named)
+
+
+def _choose_best(wish: str | None, num_ranks: int) -> DeviceChoice:
+    """Choose for whoever did not.
+
+    Args:
+        wish: what was asked for that only a CPU has.
+        num_ranks: that share the model.
+    """
+    cpu = torch.device("cpu")
+    if not torch.cuda.is_available():
+        return DeviceChoice(device=cpu)
+    lack = find_lack(0)
+    if lack is not None:
+        return DeviceChoice(device=cpu, remark=f"on the CPU: {lack.in_words}")
+    if wish is not None:
+        name = torch.cuda.get_device_properties(0).name
+        return DeviceChoice(
+            device=cpu, remark=f"on the CPU, the only place for {wish}: without that the {name} is used"
+        )
+    _refuse_lacks(range(1, min(num_ranks, torch.cuda.device_count())), AUTO)
+    return DeviceChoice(device=torch.device("cuda"))
+
+
+def _name_wish(
+    dtype: torch.dtype | str | None,
+    weights_dtype: WeightsDtype | None,
+    draft_weights_dtype: WeightsDtype | None,
+    num_threads: int | None,
+) -> str | None:
+    """Name what was asked for that only a CPU has."""
+    activations = _as_dtype(dtype)
+
+    def is_packed(kind: WeightsDtype | None) -> bool:
+        return kind in PACKED_BYTES_PER_VALUE and kind != DENSE_DTYPES.get(activations)
+
+    # Neither attention nor experts have a kernel for it.
+    if activations is torch.float32:
+        return "activations in float32"
+    if is_packed(weights_dtype):
+        return f"weights held as {weights_dtype}"
+    if is_packed(draft_weights_dtype):
+        return f"a draft held as {draft_weights_dtype}"
+    return None if num_threads is None else "a number of threads"
+
+
+def _refuse_lacks(indices: Iterable[int], device: str) -> None:
+    """Refuse GPUs that no kernel runs on.
+
+    Raises:
+        UnsupportedError: the message says what is missing, and what to do.
+    """
+    for index in indices:
+        lack = find_lack(index)
+        if lack is not None and lack.is_fatal:
+            raise UnsupportedError(f"device is {device!r}, and {lack.in_words}, or device cpu")
 
 
 def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype:

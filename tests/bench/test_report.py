@@ -151,7 +151,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_gpu: None) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.setattr("soloist.bench.local.measure_bandwidth", lambda device: 20.0)

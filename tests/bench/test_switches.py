@@ -5,12 +5,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from soloist import loading
 from soloist.bench import local
 from soloist.bench.figures import spread
 from soloist.bench.ladder import EAGER
 from soloist.bench.steps import StepFigures
 from soloist.cli import answer, main
+from soloist.loading import DeviceChoice
 from soloist.runtime.graph import Execution
 from tests.tiny_model import write_tiny_model
 
@@ -25,9 +28,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--graph"], "are of a GPU's steps: add --device cuda"),
-        (["--run-ahead", "0"], "are of a GPU's steps: add --device cuda"),
-        (["--ladder"], "are of a GPU's steps: add --device cuda"),
+        (["--graph"], "are of a GPU's steps, and these would run on the CPU"),
+        (["--run-ahead", "0"], "are of a GPU's steps, and these would run on the CPU"),
+        (["--ladder"], "are of a GPU's steps, and these would run on the CPU"),
         (["--ladder", "--pdl", "--graph", "--device", "cuda"], "--ladder adds the switches itself"),
         (["--pdl", "--device", "cuda"], "need captured steps: add --graph"),
         (["--run-ahead", "2", "--device", "cuda"], "need captured steps: add --graph"),
@@ -119,6 +122,18 @@ def test_switches_that_are_not_typed_are_off(tiny: str, executions: list, capsys
     assert main(["bench", "-m", tiny, *BENCH, "--device", "cuda"]) == 0
     graph = Execution(is_captured=True, run_ahead=0, has_pdl=False, has_fused_moe=False, has_bf16_head=True)
     assert executions == [graph, None]
+
+
+def test_a_gpu_that_is_there_takes_the_switches(tiny: str, executions: list, monkeypatch: pytest.MonkeyPatch, capsys):
+    choose = loading.choose_device
+
+    def choose_gpu(device: str = "auto", **wishes) -> DeviceChoice:
+        return DeviceChoice(device=torch.device("cuda")) if device == "auto" else choose(device, **wishes)
+
+    monkeypatch.setattr(loading, "choose_device", choose_gpu)
+    words = ["bench", "-m", tiny, *BENCH, "--draft", "ngram"]
+    assert main([*words, "--graph"]) == main(words) == 0
+    assert [execution and execution.is_captured for execution in executions] == [True, True, None, None]
 
 
 @pytest.mark.usefixtures("executions")

@@ -25,7 +25,7 @@ pytest.importorskip("ray")
 from soloist.server.replicas.fleet import Fleet
 
 LOADING = {
-    "context": 1000, "threads": 1, "device": None, "weights": "file", "weights_dtype": None, "dtype": "float32",
+    "context": 1000, "threads": 1, "device": "cpu", "weights": "file", "weights_dtype": None, "dtype": "float32",
     "draft": None,
 }  # fmt: skip
 

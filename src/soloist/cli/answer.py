@@ -34,12 +34,41 @@ def make_params(**given: Any) -> SamplingParams:
     return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
 
+def place(
+    device: str,
+    *,
+    tensor_parallel_size: int = 1,
+    threads: int | None = None,
+    weights_dtype: Any = None,
+    dtype: str | None = None,
+    draft_weights_dtype: Any = None,
+) -> str:
+    """Say where a model runs that may run anywhere; a device that was named is given back, and looked at later.
+
+    On a terminal, where that is the CPU beside a GPU, says why.
+    """
+    from soloist.loading import AUTO, choose_device
+
+    if device != AUTO:
+        return device
+    choice = choose_device(
+        num_ranks=tensor_parallel_size,
+        dtype=dtype,
+        weights_dtype=weights_dtype,
+        draft_weights_dtype=draft_weights_dtype,
+        num_threads=threads,
+    )
+    if choice.remark is not None and sys.stderr.isatty():
+        print_dim(choice.remark)
+    return str(choice.device)
+
+
 def load(
     model: str | None,
     *,
     context: int | None,
     threads: int | None,
-    device: str | None,
+    device: str,
     tensor_parallel_size: int = 1,
     weights: Literal["file", "random"],
     weights_dtype: Any,
@@ -53,14 +82,19 @@ def load(
 ) -> "LLM":
     """Load a model, with a bar while it takes long.
 
-    Says what rounding costs where weights are held in another form, and on a terminal that there is a GPU where nobody
-    said where to run.
+    Says what rounding costs where weights are held in another form, and on a terminal why a GPU is left alone.
     """
-    import torch
-
     from soloist.llm import LLM
     from soloist.runtime.graph import freeze_garbage
 
+    device = place(
+        device,
+        tensor_parallel_size=tensor_parallel_size,
+        threads=threads,
+        weights_dtype=weights_dtype,
+        dtype=dtype,
+        draft_weights_dtype=draft_weights_dtype,
+    )
     with Bar("reading weights") as bar, Bar("compiling kernels") as compiling:
         llm = LLM(
             model,
@@ -83,8 +117,6 @@ def load(
     if llm.engine.execution.is_captured:
         print_dim(memory_line(llm))
         freeze_garbage()
-    if device is None and sys.stderr.isatty() and torch.cuda.is_available():
-        print_dim(f"on the CPU; --device cuda runs on the {torch.cuda.get_device_name()}")
     report = llm.engine.runner.model.report
     if weights_dtype is not None:
         held = ", ".join(f"{num_bytes / 1e6:.0f} MB {kind}" for kind, num_bytes in report.bytes_by_format.items())
@@ -176,5 +208,6 @@ def speed_line(llm: "LLM", completion: "Completion") -> str:
     if stats.drafting_off_after is not None:
         words.append(f"drafting off after {stats.drafting_off_after} tokens, it lost")
     if share := bandwidth_share(llm, completion):
-        words.append(f"{share[0]:.0%} of this machine's {share[1]:.0f} GB/s")
+        processor = "CPU" if llm.engine.runner.model.device.type == "cpu" else "GPU"
+        words.append(f"{share[0]:.0%} of this {processor}'s {share[1]:.0f} GB/s")
     return " · ".join([*words, completion.finish_reason])

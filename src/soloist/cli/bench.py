@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from soloist.cli import options
-from soloist.cli.answer import load
+from soloist.cli.answer import load, place
 from soloist.cli.terminal import print_dim
 from soloist.errors import UsageError
 
@@ -84,7 +84,7 @@ def bench(
     device_loop: Annotated[
         bool, typer.Option("--device-loop", help="The GPU begins its steps by itself. " + _SWITCH)
     ] = False,
-    device: options.Device = None,
+    device: options.Device = "auto",
     dtype: options.Dtype = None,
     weights: options.Weights = "file",
     weights_dtype: options.WeightsDtype = None,
@@ -178,8 +178,17 @@ def bench(
     if ladder and (graph or any(switches.values())):
         raise UsageError("--ladder adds the switches itself: beside it only --run-ahead says how far")
     execution = None if ladder else _execution(is_captured=graph, run_ahead=run_ahead, **switches)
-    if (ladder or execution is not None) and not (device or "").startswith("cuda"):
-        raise UsageError("--ladder and the switches are of a GPU's steps: add --device cuda")
+    # One for every rung.
+    device = place(
+        device,
+        tensor_parallel_size=tensor_parallel_size,
+        threads=threads,
+        weights_dtype=weights_dtype,
+        dtype=dtype,
+        draft_weights_dtype=draft_weights_dtype,
+    )
+    if (ladder or execution is not None) and not device.startswith("cuda"):
+        raise UsageError("--ladder and the switches are of a GPU's steps, and these would run on the CPU")
 
     def load_with(rung: RungSettings) -> "LLM":
         has_draft = rung.has_draft
@@ -218,7 +227,7 @@ def bench(
         settings = [make_settings(switch="" if draft is None else _PLAIN)]
         if tensor_parallel_size > 1:
             settings = [make_settings(switch=f"--tensor-parallel-size {tensor_parallel_size}")]
-            if _fits_alone(model, device or "cpu"):
+            if _fits_alone(model, device):
                 settings.insert(0, RungSettings(switch=_ALONE, execution=execution))
         if draft is not None:
             settings.append(make_settings(switch=f"--draft {draft}", has_draft=True))
@@ -303,28 +312,26 @@ def _floor(
     all_reduce_us: float,
     draft_gb: float,
     experts: Path | None,
-    device: str | None,
+    device: str,
     *,
     as_json: bool,
 ) -> None:
     """Price a model from its config."""
-    import torch
-
     from soloist.bench import floor
     from soloist.bench.results import device_name
-    from soloist.loading import as_device
+    from soloist.loading import AUTO, choose_device
     from soloist.roofline import measure_bandwidth
 
     name, footprint = _footprint(model)
-    place = as_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if bandwidth is not None and device is not None:
+    measured = choose_device(place(device)).device
+    if bandwidth is not None and device != AUTO:
         raise UsageError("--device says whose bandwidth is measured: leave it out where --bandwidth gives one")
     if all_reduce_us and gpus == 1:
         raise UsageError("--all-reduce-us is the time of an exchange between GPUs: add --gpus, 2 or more")
     settings = floor.FloorSettings(
         num_gpus=gpus,
-        bandwidth_gb_per_s=bandwidth or measure_bandwidth(place),
-        measured_on=device_name(place) if bandwidth is None else None,
+        bandwidth_gb_per_s=bandwidth or measure_bandwidth(measured),
+        measured_on=device_name(measured) if bandwidth is None else None,
         context_len=8192 if context is None else context,
         all_reduce_us=all_reduce_us,
         draft_bytes=draft_gb * 1e9,

@@ -36,6 +36,7 @@ def doctor(as_json: Json = False, debug: Debug = False) -> None:
             f"{gpu.name}, compute capability {gpu.compute_capability}, {gpu.memory_gib:.1f} GiB, "
             f"{gpu.free_memory_gib:.1f} GiB free, {gpu.bandwidth_gb_per_s:.0f} GB/s read"
         )
+    lines["--device auto"] = machine.default_device
     lines |= machine.capabilities | {f"  {estimate.model}": estimate.in_words for estimate in machine.sharing}
     width = max(map(len, lines))
     for name, value in lines.items():

@@ -42,7 +42,7 @@ def check(
     ] = None,
     context: options.Context = None,
     threads: options.Threads = None,
-    device: options.Device = None,
+    device: options.Device = "auto",
     weights: options.Weights = "file",
     weights_dtype: options.WeightsDtype = None,
     dtype: options.Dtype = None,

@@ -42,7 +42,7 @@ def evaluate(
     ] = "other",
     seed: Annotated[int, typer.Option("--seed", help="Of the draws.", metavar="N")] = 0,
     threads: options.Threads = None,
-    device: options.Device = None,
+    device: options.Device = "auto",
     dtype: options.Dtype = None,
     as_json: options.Json = False,
     debug: options.Debug = False,

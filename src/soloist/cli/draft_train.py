@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from soloist.cli import options
-from soloist.cli.answer import load
+from soloist.cli.answer import load, place
 from soloist.cli.terminal import Bar, print_dim
 from soloist.errors import UsageError
 
@@ -133,7 +133,7 @@ def train(
         bool, typer.Option("--dry-run", help="A few steps on a few prompts, then load the draft: two minutes.")
     ] = False,
     threads: options.Threads = None,
-    device: options.Device = None,
+    device: options.Device = "auto",
     dtype: options.Dtype = None,
     as_json: options.Json = False,
     debug: options.Debug = False,
@@ -155,6 +155,7 @@ def train(
     from soloist.train.run import DRY_PROMPTS, DRY_TOKENS, Progress, dry, train_draft, try_draft
     from soloist.train.settings import DraftShape, ObjectiveSettings, TrainSettings
 
+    device = place(device, threads=threads, dtype=dtype)
     settings = TrainSettings(
         shape=DraftShape(block_size=block, num_hidden_layers=layers, markov_rank=markov_rank, mask_token_id=mask_token),
         objective=ObjectiveSettings(
@@ -171,7 +172,7 @@ def train(
         anchors_per_document=anchors,
         learning_rate=learning_rate,
         optimizer=optimizer,
-        compute_dtype="fp32" if dtype == "float32" or (dtype is None and device in (None, "cpu")) else "bf16",
+        compute_dtype="fp32" if _is_fp32(dtype, device) else "bf16",
         seed=seed,
         stores_heads=heads,
     )
@@ -184,7 +185,7 @@ def train(
     if url is not None and source == "transformers":
         raise UsageError("--url and --source transformers both say who answers: give one")
     check_data(data)
-    device = _join_processes(device)
+    _join_processes(device)
     llm = load_dense(model, device=device, dtype=dtype, threads=threads)
     target = llm.engine.runner.model
     limit = target.config.max_position_embeddings - num_tokens
@@ -260,24 +261,35 @@ class _Clock:
             print_dim(f"{self._num_prompts - done} more answers take about {in_words(seconds)}")
 
 
-def _join_processes(device: str | None) -> str | None:
-    """Meet the other processes if `torchrun` started several; give the device of this one."""
+def _join_processes(device: str) -> None:
+    """Meet the other processes if `torchrun` started several, each with a GPU of its own or none.
+
+    Raises:
+        UsageError: there are fewer GPUs.
+    """
     import torch
     import torch.distributed as dist
 
     if not dist.is_torchelastic_launched():
-        return device
-    is_gpu = device is not None and device.startswith("cuda")
+        return
+    is_gpu = device.startswith("cuda")
     if is_gpu:
-        torch.cuda.set_device(dist.get_node_local_rank())
+        rank, num_gpus = dist.get_node_local_rank(), torch.cuda.device_count()
+        if rank >= num_gpus:
+            raise UsageError(f"process {rank} has no GPU, there are {num_gpus}: start fewer, or give --device cpu")
+        torch.cuda.set_device(rank)
     # The others wait while the first one has prompts answered.
     dist.init_process_group("nccl" if is_gpu else "gloo", timeout=timedelta(hours=24))
-    return device
 
 
-def load_dense(model: str | None, *, device: str | None, dtype: Any, threads: int | None, **wishes: Any) -> "LLM":
+def _is_fp32(dtype: str | None, device: str) -> bool:
+    return dtype == "float32" or (dtype is None and device == "cpu")
+
+
+def load_dense(model: str | None, *, device: str, dtype: Any, threads: int | None, **wishes: Any) -> "LLM":
     """Load a model whose weights can be computed with as they are; in fp32 on a CPU unless told otherwise."""
-    is_fp32 = dtype == "float32" or (dtype is None and device in (None, "cpu"))
+    device = place(device, threads=threads, dtype=dtype)
+    is_fp32 = _is_fp32(dtype, device)
     return load(
         model,
         context=None,

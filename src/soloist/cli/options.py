@@ -50,9 +50,17 @@ Context = Annotated[
     ),
 ]
 Threads = Annotated[
-    int | None, typer.Option("-t", "--threads", help="CPU threads. Default: a short measurement.", metavar="N")
+    int | None,
+    typer.Option("-t", "--threads", help="Threads of a CPU, which auto then takes. Default: measured.", metavar="N"),
 ]
-Device = Annotated[str | None, typer.Option("--device", help="cpu (the default) or cuda.", metavar="DEVICE")]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        help="cpu, cuda, or auto (the default): a GPU if there is one that the kernels run on, else the CPU.",
+        metavar="DEVICE",
+    ),
+]
 TensorParallelSize = Annotated[
     int,
     typer.Option(

@@ -45,7 +45,7 @@ def run(
     ignore_eos: options.IgnoreEos = False,
     context: options.Context = None,
     threads: options.Threads = None,
-    device: options.Device = None,
+    device: options.Device = "auto",
     tensor_parallel_size: options.TensorParallelSize = 1,
     weights: options.Weights = "file",
     weights_dtype: options.WeightsDtype = None,

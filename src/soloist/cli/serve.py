@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from soloist.cli import options
-from soloist.cli.answer import load, make_params
+from soloist.cli.answer import load, make_params, place
 from soloist.cli.terminal import print_dim
 from soloist.config import Environment
 from soloist.errors import UnsupportedError, UsageError
@@ -67,7 +67,7 @@ def serve(
     frequency_penalty: options.FrequencyPenalty = None,
     context: options.Context = None,
     threads: options.Threads = None,
-    device: options.Device = None,
+    device: options.Device = "auto",
     tensor_parallel_size: options.TensorParallelSize = 1,
     weights: options.Weights = "file",
     weights_dtype: options.WeightsDtype = None,
@@ -155,13 +155,25 @@ def serve(
             from soloist.server.replicas.fleet import Fleet, import_ray
 
             import_ray()
+            # Here rather than in a replica, which is given a GPU or none.
+            placed = place(
+                device,
+                tensor_parallel_size=tensor_parallel_size,
+                threads=threads,
+                weights_dtype=weights_dtype,
+                dtype=dtype,
+                draft_weights_dtype=draft_weights_dtype,
+            )
+            num_gpus = tensor_parallel_size if placed.startswith("cuda") else 0
+            if placed != device:
+                _check_gpus(num_gpus, replicas)
             name = alias or find_model(model_name or model, with_weights=weights == "file").name
             app = Fleet(
-                make_llm,
+                partial(make_llm, device=placed),
                 dataclasses.replace(settings, model_name=name),
                 num_replicas=replicas,
                 num_cpus=threads or 1,
-                num_gpus=tensor_parallel_size if (device or "").startswith("cuda") else 0,
+                num_gpus=num_gpus,
             )
 
         def on_ready(url: str) -> None:
@@ -169,6 +181,21 @@ def serve(
             print_dim(f"{name} is ready after {took_s:.1f} s: {url}/v1, page at {url}/, Ctrl-C ends it")
 
         listen.run(app, listener, on_ready)
+
+
+def _check_gpus(num_gpus: int, num_replicas: int) -> None:
+    """Refuse more replicas than have GPUs here, where nobody said that there are others.
+
+    Raises:
+        UsageError: there are fewer GPUs.
+    """
+    import torch
+
+    if num_gpus * num_replicas > torch.cuda.device_count():
+        raise UsageError(
+            f"{num_replicas} replicas of {num_gpus} GPUs each are more than this machine has: start fewer, or give"
+            " --device cpu, or --device cuda for a cluster's"
+        )
 
 
 def load_to_serve(

@@ -129,7 +129,7 @@ def load_model(
 
     Args:
         model: a folder with config.json and safetensors, a GGUF file, or a parsed config.json (random weights only).
-        device: where the model runs.
+        device: where the model runs; what is to choose one is `loading.choose_device`.
         dtype: of activations, caches and dense weights: fp32, bf16 or fp16.
         weights: from the model's files, or random, so that speed can be measured without a checkpoint.
         seed: of random weights.

@@ -150,7 +150,10 @@ def check_tensor_parallel_size(size: int, device: torch.device) -> None:
             " and choose others by CUDA_VISIBLE_DEVICES"
         )
     if size > torch.cuda.device_count():
-        raise UsageError(f"tensor_parallel_size is {size}, and PyTorch sees {torch.cuda.device_count()} CUDA devices")
+        raise UsageError(
+            f"tensor_parallel_size is {size}, and PyTorch sees {torch.cuda.device_count()} CUDA devices; ranks of a CPU"
+            " take device cpu"
+        )
     if strangers := find_strangers(size):
         raise UnsupportedError(
             f"tensor_parallel_size is {size}, and GPUs {strangers[0][0]} and {strangers[0][1]} cannot read each other's"
