@@ -198,6 +198,31 @@ def test_recording_waits_for_the_end_of_a_graphs_capture(
     assert len(asked) >= 7
 
 
+STUCK = """
+import hashlib, time, torch
+x, was_stuck = torch.zeros(8), False
+def step():
+    y = x + 1
+    return y.sum().item()
+for _ in range(600):
+    step()
+    time.sleep(0.002)
+    if not was_stuck and torch._C._autograd._profiler_enabled():
+        # In C, where Python handles no signal: as a rank does that waits for another one.
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 1_500_000)
+        was_stuck = True
+"""
+
+
+def test_a_recording_with_lines_has_steps_though_the_program_was_stuck(recorded_reads: None, tmp_path: Path):
+    run = run_program(find_program(["python", str(write(tmp_path, STUCK))]), naming_s=0.15, plain_s=0.15)
+    assert run.trace is not None
+    ((start_us, end_us),) = run.trace.named_us
+    calls = [call for call in run.trace.calls if call.name == "cudaStreamSynchronize"]
+    assert len([call for call in calls if start_us < call.start_us and call.end_us < end_us]) > 10
+    assert len([call for call in calls if call.start_us > end_us]) > 10
+
+
 PROFILING = """
 import time, torch
 with torch.profiler.profile() as profile:

@@ -35,6 +35,9 @@ _SIGNAL = signal.SIGPROF
 _POLL_S = 0.005
 # A main thread that waits in C for another thread needs a real signal to wake up.
 _NUDGE_S = 0.2
+# A recording goes on as long again, so often at most, if the main thread was stuck in C at its end: ranks of a group
+# wait for each other while one of them begins to record, and would have no step in it.
+_MAX_REPEATS = 3
 EXIT_INTERRUPTED = 130
 
 
@@ -217,12 +220,24 @@ class _Recorder:
         while not self._is_over.wait(pause_s):
             actions = ((self._start, self._naming_s), (self._stop_lines, self._plain_s), (self._stop, 0.0))
             for action, seconds in actions:
-                if not self._ask(action) or self._is_over.wait(seconds):
+                if not self._ask(action) or not self._let_run(seconds):
                     return
             if self.trace is not None and self.trace.works and find_steps(self.trace).origin is not Origin.NONE:
                 return
             # Still starting up; looking on costs time.
             pause_s = max(1.0, 2 * pause_s)
+
+    def _let_run(self, seconds: float) -> bool:
+        """Let some time pass in which the main thread runs; False: the program is over."""
+        for _ in range(1 + _MAX_REPEATS if seconds else 0):
+            if self._is_over.wait(seconds):
+                return False
+            asked_s = time.monotonic()
+            if not self._ask(lambda frame: None):
+                return False
+            if time.monotonic() - asked_s < seconds / 4:
+                break
+        return True
 
     def _ask(self, action: Callable[[FrameType | None], None]) -> bool:
         """Have the main thread do something; False: the program is over."""
