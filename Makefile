@@ -77,11 +77,11 @@ test-gpu:  ## Every kernel and the captured step on this machine's GPU, with PYT
 	    -k "(triton or head or graph or cuda or gpu or loop or waits or ahead) and not machine_code" || status=$$?; \
 	$(GPU_PYTEST) $(SEVERAL_GPUS) || status=$$?; exit $$status
 
-bench-gpu:  ## Steps of full-size models on this machine's GPU, and every kernel; with GPUS=2, 4 or 8 Ling-3.0-flash whole on so many
+bench-gpu:  ## Steps of full-size models on this machine's GPU, and every operator by width; with GPUS=2, 4 or 8 Ling-3.0-flash whole on so many
 ifeq ($(GPUS),1)
 	PYTHONPATH=src $(PYTHON) benchmarks/decode_gpu.py qwen2-1.5b-nodraft ling3-tiny-nodraft ling3-tiny-verify \
 	    ling3-tiny-long ling3-flash-shard2-nodraft ling3-flash-shard2-verify
-	PYTHONPATH=src $(PYTHON) benchmarks/kernels_hybrid.py
+	PYTHONPATH=src $(PYTHON) benchmarks/kernels.py
 else
 	PYTHONPATH=src $(PYTHON) benchmarks/decode_tp_gpu.py --ranks $(GPUS) nodraft dspark mtp ladder
 	PYTHONPATH=src $(PYTHON) benchmarks/product_tp_gpu.py --ranks $(GPUS)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 
 REPLAYS = 7
+DEVICE = "cuda"
 
 
 def time_chain(calls: list[Callable[[], object]], replays: int = REPLAYS) -> tuple[float, float]:
@@ -33,4 +34,4 @@ def time_chain(calls: list[Callable[[], object]], replays: int = REPLAYS) -> tup
 
 def rand(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """Draw a tensor of normal numbers."""
-    return torch.empty(shape, dtype=dtype, device="cuda").normal_(std=scale)
+    return torch.empty(shape, dtype=dtype, device=DEVICE).normal_(std=scale)

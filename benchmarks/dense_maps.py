@@ -11,6 +11,8 @@ import torch.nn.functional as F
 
 from chains import rand
 from soloist.kernels import linear_triton
+from soloist.kernels.head import norm_argmax
+from soloist.kernels.linear import linear_residual, norm_linear, norm_swiglu
 from soloist.kernels.linear_triton import StripSettings
 
 COLD_BYTES = 200e6
@@ -82,13 +84,15 @@ def short(s: StripSettings) -> tuple[int | None, ...]:
 
 def apply(
     problem: Problem,
-    settings: StripSettings,
+    settings: StripSettings | None,
     x: torch.Tensor,
     norm: torch.Tensor,
     weight: torch.Tensor,
     residual: torch.Tensor,
 ) -> Any:
-    """Launch one linear map."""
+    """Launch one linear map with some settings; None: as the engine runs it."""
+    if settings is None:
+        return apply_as_engine(problem, x, norm, weight, residual)
     if problem.kind == "swiglu":
         return linear_triton.swiglu_step(x, norm, EPS, weight, None, settings)
     if problem.kind == "argmax":
@@ -96,6 +100,19 @@ def apply(
     if problem.kind == "norm":
         return linear_triton.linear_step(x, norm, EPS, weight, residual[0], None, BF16, settings)
     return linear_triton.linear_step(x, None, 0.0, weight, None, residual, BF16, settings)
+
+
+def apply_as_engine(
+    problem: Problem, x: torch.Tensor, norm: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor
+) -> Any:
+    """Run one linear map by the launcher that models call, which chooses the kernel."""
+    if problem.kind == "swiglu":
+        return norm_swiglu(x, norm, EPS, weight)
+    if problem.kind == "argmax":
+        return norm_argmax(x, norm, EPS, weight, problem.O)
+    if problem.kind == "norm":
+        return norm_linear(x, norm, EPS, weight, residual[0])
+    return linear_residual(x, weight, residual)
 
 
 class Weights:
@@ -109,7 +126,7 @@ class Weights:
         self.x = rand(16, p.I)
         self.residual = rand(16, p.O)
 
-    def calls(self, T: int, settings: StripSettings) -> list[Callable[[], object]]:
+    def calls(self, T: int, settings: StripSettings | None) -> list[Callable[[], object]]:
         x, residual = self.x[:T], self.residual[:T]
         num_calls = max(len(self.copies), 4)
         cycle = itertools.islice(itertools.cycle(self.copies), num_calls)
@@ -132,7 +149,7 @@ class Weights:
             y = F.silu(gate) * up
         return y
 
-    def error(self, T: int, settings: StripSettings, reference: torch.Tensor) -> float:
+    def error(self, T: int, settings: StripSettings | None, reference: torch.Tensor) -> float:
         """Relative RMS error; for an argmax the worst distance of the chosen logit from the best."""
         out = apply(self.problem, settings, self.x[:T], self.norm, self.copies[0], self.residual[:T])
         reference = reference[:T]

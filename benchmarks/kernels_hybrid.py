@@ -1,24 +1,17 @@
-"""Time the KDA, MLA and mixture-of-experts kernels by width against their floors, once they equal the references.
+"""Parts of `kernels.py`: the KDA, MLA and mixture-of-experts kernels by width, and fla-core as the peer of KDA.
 
-Run on a CUDA machine: `PYTHONPATH=src python benchmarks/kernels_hybrid.py [--shapes NAMES] [--operators NAMES]
-[--out FOLDER]` writes `FOLDER/kernels.json`, anew with each part; the folder is that of this kind of machine unless
-another is named. fla-core, where installed, is the peer of KDA. Weights are cold: each call of a captured chain reads
-another copy, or other experts, of far more bytes than the L2 holds.
+Weights are cold: each call of a captured chain reads another copy, or other experts, of far more bytes than the L2
+holds.
 """
 
-import argparse
-import json
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from chains import REPLAYS, rand, time_chain
-from soloist.bench.results import RESULTS, commit, machine_folder, make_stamp
+from kernel_rows import CONTEXT_LEN, WIDTHS, KernelRows, error
 from soloist.kernels import (
     kda,
     kda_commit_cuda,
@@ -32,7 +25,6 @@ from soloist.kernels.kda_inputs import KdaCache, KdaKept, KdaRows, KdaWeights
 from soloist.kernels.mla_inputs import MlaRows, MlaWeights
 from soloist.kernels.norm import gated_rms_norm_ref
 from soloist.kernels.rotary import RotaryTable
-from soloist.roofline import measure_bandwidth
 
 try:
     from fla.ops.kda import chunk_kda, fused_recurrent_kda
@@ -40,9 +32,6 @@ except ImportError:
     HAS_FLA = False
 else:
     HAS_FLA = True
-
-WIDTHS = (1, 4, 9, 16)
-CONTEXT_LEN = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +67,6 @@ def time_calls(call: Callable[[], object]) -> tuple[float, float]:
         times.append(start.elapsed_time(end) * 1e3)
     del times[0]
     return statistics.median(times), max(times) - min(times)
-
-
-def error(out: torch.Tensor, ref: torch.Tensor) -> float:
-    """Relative RMS error."""
-    assert torch.isfinite(out).all()
-    return ((out.float() - ref.float()).norm() / ref.float().norm()).item()
 
 
 class MoeBench:
@@ -152,7 +135,7 @@ def copy(cache: KdaCache) -> KdaCache:
     return KdaCache(*(x.clone() for x in cache))
 
 
-def bench_kda(shape: Shape, bandwidth: float, rows: list[dict]) -> None:
+def bench_kda(shape: Shape, rows: KernelRows) -> None:
     L, H, K = 35, shape.H, 128
     C = 3 * H * K
     caches = KdaCache(rand(L, H, K, K, dtype=torch.float32), rand(L, 3, C))
@@ -166,9 +149,9 @@ def bench_kda(shape: Shape, bandwidth: float, rows: list[dict]) -> None:
             plain, cache = copy(cache_of[0]), copy(cache_of[0])
             ref = kda.kda_recurrent_ref(inputs, weights, plain)
             out = kda_triton.step(inputs, weights, cache)
-            report(rows, f"{shape.name} kda_step", T, error(out, ref), error(cache.state, plain.state))
+            rows.check(f"{shape.name} kda_step", T, error(out, ref), error(cache.state, plain.state))
             us = time_chain([lambda x=x: kda_triton.step(inputs, weights, x) for x in cache_of])
-            record(rows, shape, "kda_step", T, us, 2 * state_bytes, bandwidth)
+            rows.add(shape.name, "kda_step", T, us, 2 * state_bytes)
         for law in (-5.0, None):
             of_law = weights._replace(lower_bound=law)
             plain, cache = copy(cache_of[0]), copy(cache_of[0])
@@ -176,26 +159,28 @@ def bench_kda(shape: Shape, bandwidth: float, rows: list[dict]) -> None:
             out = kda_verify_cuda.verify(inputs, of_law, cache, kept_of[0])
             count = torch.tensor(T, dtype=torch.int32, device="cuda")
             kda_commit_cuda.commit(KdaCache(*(x[None] for x in cache)), KdaKept(*(x[:1] for x in all_kept)), count)
-            report(rows, f"{shape.name} kda_verify {law}", T, error(out, ref), error(cache.state, plain.state))
+            rows.check(f"{shape.name} kda_verify {law}", T, error(out, ref), error(cache.state, plain.state))
 
         def verify(i: int, inputs: KdaRows = inputs, weights: KdaWeights = weights) -> Callable[[], object]:
             return lambda: kda_verify_cuda.verify(inputs, weights, cache_of[i], kept_of[i])
 
-        record(rows, shape, "kda_verify", T, time_chain([verify(i) for i in range(L)]), state_bytes, bandwidth)
-    count = torch.tensor(5, dtype=torch.int32, device="cuda")
-    us = time_chain([lambda: kda_commit_cuda.commit(caches, all_kept, count) for _ in range(4)])
-    record(rows, shape, "kda_commit of all layers", 5, us, 2 * L * state_bytes, bandwidth)
+        rows.add(shape.name, "kda_verify", T, time_chain([verify(i) for i in range(L)]), state_bytes)
+    for T in WIDTHS:
+        count = torch.tensor(T, dtype=torch.int32, device="cuda")
+        us = time_chain([lambda: kda_commit_cuda.commit(caches, all_kept, count) for _ in range(4)])
+        # The states, and of each row what its update is made of.
+        rows.add(shape.name, "kda_commit of all layers", T, us, L * (2 * state_bytes + T * 3 * H * K * 4))
     T = CONTEXT_LEN
     inputs, weights = kda_arguments(shape, T)
     plain, cache = copy(cache_of[0]), copy(cache_of[0])
     ref = kda.kda_chunk_ref(inputs, weights, plain)
     out = kda.kda_chunk(inputs, weights, cache)
-    report(rows, f"{shape.name} kda_prompt", T, error(out, ref), error(cache.state, plain.state))
+    rows.check(f"{shape.name} kda_prompt", T, error(out, ref), error(cache.state, plain.state))
     us = time_chain([lambda: kda.kda_chunk(inputs, weights, cache_of[0]) for _ in range(2)])
-    record(rows, shape, "kda_prompt", T, us, 2 * state_bytes + T * (C + 3 * H * K) * 2, bandwidth)
+    rows.add(shape.name, "kda_prompt", T, us, 2 * state_bytes + T * (C + 3 * H * K) * 2)
 
 
-def bench_fla(shape: Shape, bandwidth: float, rows: list[dict]) -> None:
+def bench_fla(shape: Shape, rows: KernelRows) -> None:
     """fla-core's KDA on the same shapes, for comparison: without the convolution, the output norm and the gate.
 
     Its recurrence gives no rows to commit: with drafts a caller keeps the state of every row, or runs again.
@@ -224,23 +209,23 @@ def bench_fla(shape: Shape, bandwidth: float, rows: list[dict]) -> None:
         mixed = tuple(torch.nn.functional.silu(x.float()).bfloat16() for x in inputs[:3])
         if T == CONTEXT_LEN:
             us = time_calls(lambda: chunk_kda(*mixed, *inputs[3:], initial_state=state[0], safe_gate=True, **options))
-            record(rows, shape, "kda_prompt of fla-core", T, us, 2 * H * K * K * 4 + T * 7 * H * K * 2, bandwidth)
+            rows.add(shape.name, "kda_prompt of fla-core", T, us, 2 * H * K * K * 4 + T * 7 * H * K * 2)
             continue
         plain = KdaCache(state[0, 0].clone(), torch.zeros(3, 3 * H * K, dtype=torch.bfloat16, device="cuda"))
         weights = KdaWeights(taps, a_log, dt_bias, ones, 1e-6, options["lower_bound"])
         expected = kda.kda_recurrent_ref(KdaRows(qkv, f.flatten(1), no_gate, b), weights, plain)
         out, final = fused_recurrent_kda(*mixed, *inputs[3:], initial_state=state[0], **options)
         normed = gated_rms_norm_ref(out[0], no_gate.view(T, H, K), ones, 1e-6).flatten(1)
-        report(rows, f"{shape.name} kda of fla-core", T, error(normed, expected), error(final[0], plain.state))
+        rows.check(f"{shape.name} kda of fla-core", T, error(normed, expected), error(final[0], plain.state))
 
         def recur(i: int, mixed: tuple = mixed, rest: tuple = inputs[3:]) -> Callable[[], object]:
             return lambda: fused_recurrent_kda(*mixed, *rest, initial_state=state[i], **options)
 
         us = time_chain([recur(i) for i in range(L)])
-        record(rows, shape, "kda_recurrence of fla-core", T, us, 2 * H * K * K * 4, bandwidth)
+        rows.add(shape.name, "kda_recurrence of fla-core", T, us, 2 * H * K * K * 4)
 
 
-def bench_mla(shape: Shape, bandwidth: float, rows: list[dict]) -> None:
+def bench_mla(shape: Shape, rows: KernelRows) -> None:
     L, H, K, V, R, P = 12, shape.H, 128, 128, 512, 64
     S = CONTEXT_LEN + 4096
     caches = [rand(S, R + P) for _ in range(L)]
@@ -256,8 +241,7 @@ def bench_mla(shape: Shape, bandwidth: float, rows: list[dict]) -> None:
         def call(i: int, form: Callable = mla.mla_attention, inputs: MlaRows = inputs) -> torch.Tensor:
             return form(inputs, weights[i], caches[i], context_len, rotary)
 
-        report(
-            rows,
+        rows.check(
             f"{shape.name} mla",
             T,
             error(call(0), call(0, mla.mla_attention_ref if T < 100 else mla.mla_naive_ref)),
@@ -265,110 +249,12 @@ def bench_mla(shape: Shape, bandwidth: float, rows: list[dict]) -> None:
         )
         num_bytes = 2 * ((CONTEXT_LEN + T) * (R + P) + H * (K + V) * R)
         us = time_chain([lambda i=i: call(i) for i in range(L)]) if T <= 16 else time_calls(lambda: call(0))
-        record(rows, shape, "mla", T, us, num_bytes, bandwidth)
+        rows.add(shape.name, "mla", T, us, num_bytes)
 
 
-def report(rows: list[dict], name: str, T: int, out_error: float, state_error: float) -> None:
-    print(f"check {name:32s} T={T:<5d} out {out_error:.2e} state {state_error:.2e}", flush=True)
-    assert out_error < 2e-2 and state_error < 1e-4, name
-
-
-def record(
-    rows: list[dict], shape: Shape, name: str, T: int, us: tuple[float, float], num_bytes: float, bandwidth: float
-) -> None:
-    floor = num_bytes / bandwidth / 1e3
-    rows.append(
-        {
-            "shape": shape.name,
-            "operator": name,
-            "width": T,
-            "kernel_us": round(us[0], 2),
-            "spread_us": round(us[1], 2),
-            "floor_us": round(floor, 2),
-            "share_of_floor": round(floor / us[0], 3),
-        }
-    )
-    print(
-        f"{shape.name:10s} {name:34s} T={T:<5d} {us[0]:8.2f} us  floor {floor:7.2f}  {100 * floor / us[0]:5.1f} %",
-        flush=True,
-    )
-
-
-def bench_moe(shape: Shape, bandwidth: float, rows: list[dict]) -> None:
+def bench_moe(shape: Shape, rows: KernelRows) -> None:
     bench = MoeBench(shape)
     for T in WIDTHS:
-        report(rows, f"{shape.name} moe", T, bench.check(T), 0.0)
+        rows.check(f"{shape.name} moe", T, bench.check(T), 0.0)
         median, spread, num_bytes = bench.time(T)
-        record(rows, shape, "moe", T, (median, spread), num_bytes, bandwidth)
-
-
-def write_rows(
-    folder: Path | None,
-    device: str,
-    commit: str,
-    bandwidth: float,
-    rows: list[dict[str, Any]],
-    not_measured: dict[str, str] | None = None,
-) -> Path:
-    """Write all rows of one run, with when, where and of what version, and why what was asked for is not there."""
-    result = make_stamp() | {
-        "commit": commit,
-        "case": "kernels",
-        "command": " ".join(["python", *sys.argv]),
-        "device": device,
-        "dtype": "bfloat16",
-        "context_len": CONTEXT_LEN,
-        "bandwidth_gb_per_s": round(bandwidth),
-        "rows": rows,
-    }
-    if not_measured:
-        result["not_measured"] = not_measured
-    path = (folder or RESULTS / machine_folder(device, 1)) / "kernels.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return path
-
-
-def names_of(*known: str) -> Callable[[str], list[str]]:
-    """Give what reads a list of names with commas between, and refuses one that is not known."""
-
-    def names(text: str) -> list[str]:
-        given = text.split(",")
-        if unknown := [name for name in given if name not in known]:
-            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}; known are {', '.join(known)}")
-        return given
-
-    return names
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="default: the folder of this kind of machine")
-    parser.add_argument("--commit", default=commit(), help="where git is not there to ask")
-    parser.add_argument("--shapes", type=names_of(*(s.name for s in SHAPES)), default="flash-tp1,flash-tp2,tiny")
-    # The peer comes last: it tries many launch settings of its own, which takes long.
-    parts = {"moe": bench_moe, "kda": bench_kda, "mla": bench_mla, "fla": bench_fla}
-    parser.add_argument("--operators", type=names_of(*parts), default=",".join(parts))
-    arguments = parser.parse_args()
-    torch.manual_seed(0)
-    rows: list[dict] = []
-    device, bandwidth = torch.cuda.get_device_name(), measure_bandwidth("cuda")
-    print(f"read bandwidth {bandwidth:.0f} GB/s")
-    chosen = [shape for shape in SHAPES if shape.name in arguments.shapes]
-    not_measured = {}
-    if not HAS_FLA and "fla" in arguments.operators:
-        not_measured["fla"] = "fla-core is not installed: nothing to compare KDA with"
-        print(not_measured["fla"])
-    for name, part in parts.items():
-        if name not in arguments.operators or name in not_measured:
-            continue
-        for i, shape in enumerate(chosen):
-            # The peer knows nothing of a layer but its heads.
-            if name != "fla" or all(shape.H != other.H for other in chosen[:i]):
-                part(shape, bandwidth, rows)
-        write_rows(arguments.out, device, arguments.commit, bandwidth, rows, not_measured)
-    print(json.dumps({"case": "kernels", "device": device, "bandwidth_gb_per_s": round(bandwidth), "rows": len(rows)}))
-
-
-if __name__ == "__main__":
-    main()
+        rows.add(shape.name, "moe", T, (median, spread), num_bytes)
