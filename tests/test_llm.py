@@ -385,6 +385,17 @@ def test_an_argument_out_of_range_is_refused(tmp_path: Path, arguments: dict, er
         LLM(write_tiny_model(tmp_path), device="cpu", **arguments)
 
 
+def test_a_context_that_is_named_is_there_whole_and_one_that_is_not_is_what_drafts_leave(tmp_path: Path):
+    options = {"device": "cpu", "dtype": "float32", "draft": "ngram", "draft_width": 5}
+    folder = write_tiny_model(tmp_path)
+    assert LLM(folder, **options).max_context_len == 1020
+    assert LLM(folder, max_context_len=1020, **options).max_context_len == 1020
+    with pytest.raises(
+        ContextLengthError, match=r"a context of 1024 tokens is asked for.*: ask for at most 1020 tokens"
+    ):
+        LLM(folder, max_context_len=1024, **options)
+
+
 def test_a_model_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ModelNotFoundError):
         LLM(tmp_path / "nothing")

@@ -65,7 +65,7 @@ class LLM:
         UnsupportedError: the model, a format, or a drafter that is not known.
         CheckpointError: its files are incomplete, damaged or contradict each other.
         DoesNotFitError: weights or context are larger than the free memory.
-        ContextLengthError: the model does not allow `max_context_len` tokens.
+        ContextLengthError: the model, or the draft, does not allow `max_context_len` tokens; it names how many.
         RankLostError: a rank did not start, or ended.
         UsageError: an argument is out of range.
     """

@@ -195,9 +195,10 @@ def load_rank(
     drafter = _make_drafter(draft_name if draft is None else draft.name, setup, tokenizer)
     if not drafter.max_drafts and (options.draft_width or options.draft_weights_dtype or options.adaptive_width):
         raise UsageError("draft_width, draft_weights_dtype and adaptive_width are a drafter's: name one as draft")
-    if options.max_context_len is None and drafter.max_context_len is not None:
-        # Nobody asked for the last few tokens that the draft has no room for.
-        limit = min(limit, drafter.max_context_len)
+    if options.max_context_len is None:
+        # Nobody asked for the last few tokens, for which the draft, or a step's rows, have no room.
+        limit = min(limit, target.config.max_position_embeddings - drafter.max_drafts)
+        limit = limit if drafter.max_context_len is None else min(limit, drafter.max_context_len)
     runner = ModelRunner(
         target,
         max_context_len=limit,

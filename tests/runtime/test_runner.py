@@ -49,13 +49,30 @@ def test_every_chunk_of_a_prompt_knows_where_it_begins(monkeypatch: pytest.Monke
         (100, 40, 16, 40, 55),
         (100, None, 16, 85, 100),
         (100, 95, 2, 95, 96),
+        (100, 85, 16, 85, 100),
+        (100, 100, 1, 100, 100),
     ],
 )
-def test_rows_behind_the_context_take_of_it_only_where_the_model_has_no_more(
+def test_rows_behind_the_context_are_there_besides_what_was_asked_for(
     limit: int, asked: int | None, max_width: int, context: int, rows: int
 ):
     runner = ModelRunner(table(limit), max_context_len=asked, max_width=max_width)
     assert (runner.max_context_len, runner.cache.max_context_len) == (context, rows)
+
+
+@pytest.mark.parametrize(
+    ("asked", "max_width", "message"),
+    [
+        (100, 16, "the model has 100, and a step with drafts needs 15 of them behind .*: ask for at most 85 tokens"),
+        (86, 16, "a context of 86 tokens is asked for; .*: ask for at most 85 tokens"),
+        (100, 2, "ask for at most 99 tokens"),
+        (101, 1, "a context of 101 tokens is asked for; the model has 100: ask for at most 100 tokens"),
+        (500, 4, "ask for at most 97 tokens"),
+    ],
+)
+def test_no_token_of_a_context_that_was_asked_for_is_lost_without_a_word(asked: int, max_width: int, message: str):
+    with pytest.raises(ContextLengthError, match=message):
+        ModelRunner(table(100), max_context_len=asked, max_width=max_width)
 
 
 def test_a_context_the_model_does_not_allow_is_refused(llama):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from soloist.errors import DoesNotFitError, UsageError
+from soloist.errors import ContextLengthError, DoesNotFitError, UsageError
 from soloist.models import memory
 from soloist.models.cache import StepKind
 from soloist.models.causal_lm import CausalLM, HiddenCapture
@@ -37,7 +37,8 @@ class ModelRunner:
 
     Args:
         model: the target.
-        max_context_len: most tokens of a request, prompt and answer. None: what the model allows.
+        max_context_len: most tokens of a request, prompt and answer. None: what the model allows, less the rows that a
+            step may write behind the last token.
         max_width: T, most rows of a step.
         num_tokens: N, ids that may be drawn; the model's head may have more rows, as padding. None: all rows.
         has_draft_probs: whether drafts have a law.
@@ -45,7 +46,7 @@ class ModelRunner:
         chunk_tokens: prompt tokens of one prefill chunk. None: by device.
 
     Raises:
-        ContextLengthError: the model does not allow `max_context_len` tokens.
+        ContextLengthError: the model does not allow `max_context_len` tokens and those rows; it names how many.
         DoesNotFitError: the device has no memory for them; it names how many fit.
         UsageError: `max_context_len` leaves no room for a prompt and an answer.
     """
@@ -64,22 +65,19 @@ class ModelRunner:
         self.model = model
         # (N, D) fp32, where it is not the model's own that is used.
         self._fp32_head: torch.Tensor | None = None
-        limit = model.config.max_position_embeddings
-        wanted = limit if max_context_len is None else max_context_len
-        if wanted < 2:
-            raise UsageError(f"a context of {wanted} tokens; allowed: at least 2, one of prompt and one of answer")
         # A step that was enqueued behind the end of a full context still writes its T rows, from the last position on.
         overhang = max_width - 1
-        num_rows = wanted if wanted > limit else min(wanted + overhang, limit)
+        wanted = _choose_context(model, max_context_len, overhang)
+        num_rows = wanted + overhang
         try:
-            if wanted <= limit and model.device.type in _SCRATCH_BYTES:
+            if model.device.type in _SCRATCH_BYTES:
                 # With what steps and prompts take besides: it should be missing now rather than in the first answer.
                 needed = _fixed_bytes(model) + num_rows * _bytes_per_position(model)
                 memory.check_fits(needed, model.device, f"a context of {num_rows} tokens, with room to work,")
             self.cache = model.make_cache(num_rows, max_width)
         except DoesNotFitError as error:
             raise DoesNotFitError(f"{error}; {_largest_context(model, overhang)}") from None
-        self.max_context_len = min(wanted, self.cache.max_context_len - overhang)
+        self.max_context_len = wanted
         self.buffers = StepBuffers.allocate(
             max_width=max_width,
             num_tokens=num_tokens or model.config.vocab_size,
@@ -210,6 +208,26 @@ class ModelRunner:
         finally:
             self.cache.reset()
         return "the same tokens, run again in one piece, gave finite values everywhere"
+
+
+def _choose_context(model: CausalLM, asked: int | None, overhang: int) -> int:
+    """Give the tokens of context that were asked for, or the most that the model and a step's rows leave.
+
+    Raises:
+        ContextLengthError: more were asked for.
+        UsageError: there is no room for a prompt and an answer.
+    """
+    limit = model.config.max_position_embeddings
+    most = limit - overhang
+    wanted = most if asked is None else asked
+    if wanted < 2:
+        raise UsageError(f"a context of {wanted} tokens; allowed: at least 2, one of prompt and one of answer")
+    if wanted > most:
+        of_step = f", and a step with drafts needs {overhang} of them behind the last token" if overhang else ""
+        raise ContextLengthError(
+            f"a context of {wanted} tokens is asked for; the model has {limit}{of_step}: ask for at most {most} tokens"
+        )
+    return wanted
 
 
 def _fixed_bytes(model: CausalLM) -> int:
