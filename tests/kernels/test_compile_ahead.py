@@ -8,6 +8,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from triton.runtime.jit import JITFunction
+
 from soloist.kernels import norm_triton, step_end_triton
 from soloist.kernels.compile_ahead import compiling_ahead
 from tests.kernels.compile_only import Compiled, compiling, print_kernels, run_without_interpreter
@@ -28,6 +30,50 @@ def launch_all() -> None:
 def test_what_is_launched_ahead_is_compiled_once_and_not_run():
     kernels = run_without_interpreter(__file__)
     assert sorted(kernel.name for kernel in kernels) == KERNELS
+
+
+def test_what_another_thread_launches_meanwhile_runs(monkeypatch: pytest.MonkeyPatch):
+    runs: list[tuple[int, bool]] = []
+
+    def run(self: object, *args: int, grid: object, warmup: bool) -> int:
+        runs.append((args[0], warmup))
+        return args[0]
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    kernel, results = object(), []
+
+    def launch(number: int) -> None:
+        results.append(JITFunction.run(kernel, number, grid=(1,), warmup=False))
+
+    with compiling_ahead(1):
+        launch(1)
+        launch(1)
+        other = threading.Thread(target=lambda: (launch(2), launch(2)))
+        other.start()
+        other.join()
+    assert runs == [(1, True), (2, False), (2, False)] and results == [None, None, 2, 2]
+    launch(3)
+    assert runs[-1] == (3, False)
+
+
+def test_threads_compile_ahead_one_after_the_other():
+    first, second = threading.Event(), threading.Event()
+    original = JITFunction.run
+
+    def compile_too() -> None:
+        with compiling_ahead(1):
+            second.set()
+            first.wait(60)
+
+    with compiling_ahead(1):
+        other = threading.Thread(target=compile_too)
+        other.start()
+        assert not second.wait(0.1)
+    assert second.wait(60)
+    first.set()
+    other.join()
+    # What was there before either is there behind both.
+    assert JITFunction.run is original
 
 
 def program() -> list[Compiled]:

@@ -1,5 +1,6 @@
 """Compiling kernels side by side, before any of them runs: a step has dozens, each takes about a second of a core."""
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -16,6 +17,9 @@ if HAS_TRITON:
 
 # Called with (kernels compiled, kernels to compile).
 OnCompiled = Callable[[int, int], None]
+
+# Held by whoever compiles ahead, since launches are caught where all threads make them.
+_COMPILING = threading.Lock()
 
 
 class _Compilers(ThreadPoolExecutor):
@@ -45,32 +49,36 @@ def compiling_ahead(
     """Compile the Triton kernels that are launched inside the block, in threads, instead of running them.
 
     All are compiled when the block ends. What a kernel would have written is not there: nothing that depends on it may
-    run in the block either.
+    run in the block either. What other threads launch meanwhile runs, and other threads that compile ahead wait.
 
     Args:
         num_threads: that compile.
         on_compiled: called with (kernels compiled, kernels to compile).
         device: the GPU that they are loaded on. None: none is there.
     """
-    run = JITFunction.run
     # A model's layers launch the same kernels, and finding that out is most of Triton's work.
     seen: set[tuple[Any, ...]] = set()
+    thread = threading.get_ident()
 
-    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return run(self, *args, grid=grid, warmup=warmup, **kwargs)
         options = ((name, _kind(value)) for name, value in kwargs.items())
         launch = (id(self), *(_kind(value) for value in args), *options)
         if launch not in seen:
             seen.add(launch)
             run(self, *args, grid=grid, warmup=True, **kwargs)
+        return None
 
-    JITFunction.run = compile_only
     # A thread begins on the first GPU, and loads for the one that it is on.
     begin = None if device is None else partial(torch.cuda.set_device, device)
-    try:
-        with _Compilers(num_threads, initializer=begin) as threads, AsyncCompileMode(threads) as mode:
-            yield
-            for done, _ in enumerate(as_completed(mode.raw_futures)):
-                if on_compiled is not None:
-                    on_compiled(done + 1, len(mode.raw_futures))
-    finally:
-        JITFunction.run = run
+    with _COMPILING:
+        run, JITFunction.run = JITFunction.run, compile_only
+        try:
+            with _Compilers(num_threads, initializer=begin) as threads, AsyncCompileMode(threads) as mode:
+                yield
+                for done, _ in enumerate(as_completed(mode.raw_futures)):
+                    if on_compiled is not None:
+                        on_compiled(done + 1, len(mode.raw_futures))
+        finally:
+            JITFunction.run = run
