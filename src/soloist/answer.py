@@ -105,7 +105,7 @@ class Stream:
     """An answer under way: an iterator of `Delta`, of which the last has a finish reason. Made by `LLM.stream`.
 
     Iterating raises `NumericsError` where the model's output is not finite, and `UsageError` while the model is
-    answering another request.
+    answering another request, or on a GPU another model of this process is.
 
     Args:
         generation: of the token ids.

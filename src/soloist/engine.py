@@ -25,6 +25,7 @@ from soloist.runtime.graph import Execution, StepGraph, StepQueue, compile_ahead
 from soloist.runtime.ring import TokenRing
 from soloist.runtime.runner import ModelRunner
 from soloist.runtime.sampler import Target, make_target
+from soloist.runtime.turn import turn_of
 from soloist.sampling_params import SamplingParams
 from soloist.spec.costs import StepCosts
 from soloist.spec.drafter import Drafter, NoDrafter
@@ -104,8 +105,9 @@ class Engine:
         self._pool = torch.cuda.graph_pool_handle() if self.execution.is_captured else None
         # On the CPU the width can be read for nothing, and padding rows would cost; a captured step has all rows.
         self._reads_width = device.type == "cpu"
-        # Held by the request that is under way.
-        self.in_use = threading.Lock()
+        # Both are held by the request that is under way: the engine itself, and on a GPU that of all its engines.
+        self._in_use = threading.Lock()
+        self._turn = turn_of(device)
         # Of the requests that have ended.
         self.totals = DraftTotals()
         # Set by `adapt_width`.
@@ -117,6 +119,41 @@ class Engine:
             if not self.drafter.max_drafts:
                 raise UsageError("simulated acceptance needs a drafter: without drafts nothing is accepted")
             self._simulated_probability = solve_acceptance(simulated_acceptance, buffers.max_width)
+
+    def take(self) -> None:
+        """Begin to step: nobody else does so with this engine, or on its GPU, until it is given back.
+
+        Raises:
+            UsageError: somebody else does.
+        """
+        if not self._in_use.acquire(blocking=False):
+            raise UsageError("the model is answering another request; finish or close that one first")
+        if not self._turn.take():
+            self._in_use.release()
+            raise UsageError(
+                f"another model of this process is at work on {self._turn.device}, where one works at a time: finish or"
+                " close its request first, or give each model a process of its own"
+            )
+
+    def give_back(self) -> None:
+        """Let others step; by who took the engine, in any thread."""
+        try:
+            self._turn.give_back()
+        finally:
+            self._in_use.release()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Take the engine inside the block, for what steps without a request.
+
+        Raises:
+            UsageError: as `take` says.
+        """
+        self.take()
+        try:
+            yield
+        finally:
+            self.give_back()
 
     def adapt_width(self, costs: StepCosts) -> None:
         """From now on choose widths by what was kept and what rows cost, and turn drafting off where it loses.
@@ -217,7 +254,7 @@ class Engine:
     def compile_ahead(self, plans: Sequence[SamplingPlan], on_compiled: OnCompiled | None = None) -> None:
         """Compile what reads prompts, and the steps of requests with these plans, side by side; for what is captured.
 
-        Between requests only, as `prepare`.
+        By who has taken the engine, as `prepare`.
 
         Args:
             plans: of the requests.
@@ -235,7 +272,7 @@ class Engine:
     def prepare(self, plan: SamplingPlan) -> None:
         """Capture the step of requests with this plan, if steps are captured and this one is not yet.
 
-        Between requests only: the buffers are then behind the end of one.
+        By who has taken the engine, before its first step: the buffers are behind the end of a request.
         """
         if not self.execution.is_captured or (plan, True) in self._graphs:
             return

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import torch
 
-from soloist.errors import NumericsError, UsageError
+from soloist.errors import NumericsError
 from soloist.kernels.sampling import top_logprobs
 from soloist.prefix import Reuse
 from soloist.request_stats import RequestStats
@@ -65,7 +65,7 @@ class Generation:
     """A request under way: an iterator of `StepResult`, of which the last has a finish reason.
 
     Made by `Engine.generate`. Iterating raises `NumericsError` where the model's output is not finite, and `UsageError`
-    while another request of the same engine is under way.
+    while another request of the same engine, or of another one on the same GPU, is under way.
     """
 
     def __init__(
@@ -146,8 +146,11 @@ class Generation:
         self._is_over = True
         if self._is_running:
             self._is_running = False
-            with self._engine.ranks.at_work():
-                self._wind_up()
+            try:
+                with self._engine.ranks.at_work():
+                    self._wind_up()
+            finally:
+                self._engine.give_back()
 
     def _wind_up(self) -> None:
         """Have what is under way end, and leave the engine as the next request needs it."""
@@ -166,7 +169,6 @@ class Generation:
             self._engine.prefixes.end(known_ids, self._engine.runner.cache, self._engine.drafter)
         self._is_counted = True
         self._count(1)
-        self._engine.in_use.release()
 
     def _drain(self) -> list[StepRecord]:
         return [] if self._steps is None else self._steps.drain()
@@ -223,8 +225,7 @@ class Generation:
 
     def _next_result(self) -> StepResult:
         if self._steps is None:
-            if not self._engine.in_use.acquire(blocking=False):
-                raise UsageError("the model is answering another request; finish or close that one first")
+            self._engine.take()
             self._is_running = True
             self._engine.ranks.lead(self._request())
             plan = self._begin()

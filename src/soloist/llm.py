@@ -33,6 +33,9 @@ OnPrefill = Callable[[int, int], None]
 class LLM:
     """A loaded model that answers one request at a time.
 
+    The models that one process has on one GPU take turns there: while one answers, the others refuse to, and to be
+    loaded. On several GPUs, or in several processes, each works by itself.
+
     Args:
         model: a folder, a .gguf file, a hub id (`org/name[@revision]`) or a built-in name. None: the default model.
         draft: name of a drafter, or where a draft's checkpoint is, in the forms of `model`; "off" for plain decoding.
@@ -67,7 +70,7 @@ class LLM:
         DoesNotFitError: weights or context are larger than the free memory.
         ContextLengthError: the model, or the draft, does not allow `max_context_len` tokens; it names how many.
         RankLostError: a rank did not start, or ended.
-        UsageError: an argument is out of range.
+        UsageError: an argument is out of range, or another model of this process is at work on the same GPU.
     """
 
     def __init__(

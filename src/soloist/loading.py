@@ -214,15 +214,16 @@ def load_rank(
         # Steps of one rank cannot be timed alone.
         shared = max(1, torch.get_num_threads() // num_ranks) if num_ranks > 1 else 0
         torch.set_num_threads(options.num_threads or shared or measure_num_threads(runner))
-    # Now rather than while somebody waits for an answer.
-    engine.compile_ahead([_GREEDY, _SAMPLED], on_compiled)
-    ranks.meet(_describe(engine))
-    with ranks.at_work():
-        engine.prepare(_GREEDY)
-        if options.adaptive_width:
-            engine.adapt_width(known_costs(engine, user_cache_dir()))
+    with engine.alone():
+        # Now rather than while somebody waits for an answer.
+        engine.compile_ahead([_GREEDY, _SAMPLED], on_compiled)
+        ranks.meet(_describe(engine))
+        with ranks.at_work():
             engine.prepare(_GREEDY)
-    ranks.meet({})
+            if options.adaptive_width:
+                engine.adapt_width(known_costs(engine, user_cache_dir()))
+                engine.prepare(_GREEDY)
+        ranks.meet({})
     return Loaded(engine=engine, tokenizer=tokenizer, name=found.name)
 
 

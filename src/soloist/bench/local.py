@@ -194,7 +194,8 @@ def _steps(llm: LLM, warm: Summary) -> StepFigures | None:
     # Ranks take requests together, and nothing else.
     if model.device.type != "cuda" or model.group.size > 1 or not has_room(llm.engine, warm.prompt_tokens):
         return None
-    return measure_steps(llm.engine, context_len=warm.prompt_tokens, repeats=1)
+    with llm.engine.alone():
+        return measure_steps(llm.engine, context_len=warm.prompt_tokens, repeats=1)
 
 
 def _memory(llm: LLM) -> Memory:

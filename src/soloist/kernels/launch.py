@@ -99,8 +99,8 @@ def pdl_options() -> dict[str, Any]:
 def arrival_counters(device: torch.device) -> torch.Tensor:
     """Counters for last-arriver combines: (65536,) int32, zero between kernels.
 
-    Shared by every kernel of one device, since a step runs on one stream: each kernel leaves the counters it used at
-    zero, and none touches them before its wait.
+    Shared by every kernel of one device, since a step runs on one stream and engines take turns (`runtime.turn`): each
+    kernel leaves the counters it used at zero, and none touches them before its wait.
     """
     return torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=device)
 

@@ -381,7 +381,7 @@ def _num_programs(device: torch.device) -> int:
 
 @cache
 def _arrivals(device: torch.device) -> torch.Tensor:
-    """() int64: what the programs of one launch wait by. Launches of one device follow each other."""
+    """() int64: what the programs of one launch wait by. Launches of one device follow each other (`runtime.turn`)."""
     return torch.zeros((), dtype=torch.int64, device=device)
 
 
