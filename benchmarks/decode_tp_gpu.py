@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from soloist.models.memory import free_bytes
 from soloist.request_stats import RequestStats
 from soloist.runtime.graph import Execution, StepGraph
 from soloist.sampling_params import SamplingParams
+from soloist.spec.setup import DraftLayers
 
 # Tokens of an answer; the published run has as many.
 ANSWER_TOKENS = 1024
@@ -258,10 +259,14 @@ def beside_one_gpu(bench: RankBench, step_ms: float) -> dict[str, Any] | None:
 def run_case(bench: RankBench, case: str, prompt: dict[str, Any]) -> Iterator[Result]:
     """Measure one case on every rank; the figures are this rank's."""
     name = f"{NAMES.get(bench.name, bench.name)}-tp{bench.group.size}-{case}"
+    if bench.draft_layers != "sharded":
+        name += f"-{bench.draft_layers}"
     results = climb(bench, name) if case == "ladder" else measure_case(bench, name, CASES[case])
     is_plain = case == "nodraft"
     for i, result in enumerate(results):
         result.details["prompt"] = prompt
+        if CASES[case].drafter is not None:
+            result.details["draft_layers"] = bench.draft_layers
         if bench.name == "ling-3.0-flash" and case in REFERENCE:
             result.details["reference"] = REFERENCE[case]
         yield result
@@ -306,11 +311,13 @@ def run_rank(arguments: argparse.Namespace, config: dict[str, Any], device_type:
     folder = arguments.out / machine_folder(device_name(device), size)
     prompt = time_prompt(bench)
     for case in arguments.cases:
-        started_s = time.perf_counter()
-        for result in run_case(bench, case, prompt):
-            if rank == 0:
-                bench.write(result, folder, arguments.commit)
-        bench.say(f"{case}: {time.perf_counter() - started_s:.1f} s")
+        for form in arguments.draft_layers if case in ("mtp", "dspark") else ["sharded"]:
+            bench.draft_layers = form
+            started_s = time.perf_counter()
+            for result in run_case(bench, case, prompt):
+                if rank == 0:
+                    bench.write(result, folder, arguments.commit)
+            bench.say(f"{case}, draft layers {form}: {time.perf_counter() - started_s:.1f} s")
     bench.meet()
     dist.destroy_process_group()
 
@@ -342,6 +349,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("cases", nargs="+", choices=list(CASES))
     parser.add_argument("--ranks", type=int, choices=(2, 4, 8), default=2, help="GPUs; under torchrun it says how many")
     parser.add_argument("--model", choices=list(NAMES), default="ling-3.0-flash")
+    parser.add_argument(
+        "--draft-layers",
+        nargs="+",
+        choices=get_args(DraftLayers),
+        default=["sharded"],
+        help="how ranks hold the draft's layers in mtp and dspark; of several each is measured in each, in one run",
+    )
     parser.add_argument("--layers", type=int, help="fewer than the model has, to try this program")
     parser.add_argument("--limit-s", type=float, default=580.0, help="seconds after which all ranks are ended")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))

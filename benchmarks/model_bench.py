@@ -37,7 +37,7 @@ from soloist.spec.dspark import make_random_dspark
 from soloist.spec.dspark_config import random_config
 from soloist.spec.mtp import load_mtp
 from soloist.spec.ngram import PromptLookup
-from soloist.spec.setup import DrafterSetup
+from soloist.spec.setup import DrafterSetup, DraftLayers
 from soloist.step_costs import measure
 
 # Tokens in the cache before a step.
@@ -115,6 +115,8 @@ class Bench:
         started_s = time.perf_counter()
         self.name, self.config, self.device, self.group = name, config, torch.device(device), group
         self.context_len, self.room, self.max_context_len = context_len, room, context_len + room
+        # How ranks hold the layers of drafts that are made from now on.
+        self.draft_layers: DraftLayers = "sharded"
         # What floors are priced with until they are written.
         self.bandwidth = measure_bandwidth(self.device)
         # All that this run has measured, behind every context; what it has written, by case, and with which of them.
@@ -165,6 +167,7 @@ class Bench:
             max_context_len=self.max_context_len,
             num_tokens=self.target.config.vocab_size,
             max_width=width,
+            draft_layers=self.draft_layers,
         )
         if name == "ngram":
             return PromptLookup(max_context_len=self.max_context_len, max_drafts=width - 1, device=self.device)

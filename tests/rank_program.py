@@ -1,7 +1,7 @@
 """What one rank of a tensor-parallel test runs: every case given on the command line, its answers as JSON on stdout.
 
-`python -m tests.rank_program RANK SIZE FOLDER CASES`: CASES is JSON, a list of [family, drafter]; the checkpoints are
-in FOLDER, which the ranks also meet in.
+`python -m tests.rank_program RANK SIZE FOLDER CASES`: CASES is JSON, a list of [family, drafter, draft layers]; the
+checkpoints are in FOLDER, which the ranks also meet in.
 """
 
 import json
@@ -16,7 +16,13 @@ import torch.distributed as dist
 from soloist.kernels.allreduce import ALONE, TensorParallel
 from soloist.models import load_model
 from soloist.models.causal_lm import CausalLM
+from soloist.runtime.buffers import StepBuffers
+from soloist.spec.drafter import Drafter
+from soloist.spec.setup import DraftLayers
 from tests.spec.drafters import DRAFTERS, Setting, answer, make_engine, prompt_of, write_small
+
+# Family, drafter, and how ranks hold its layers.
+Case = tuple[str, str | None, DraftLayers]
 
 MAX_DRAFTS = 3
 MAX_TOKENS = 12
@@ -48,39 +54,60 @@ def load(folder: Path, family: str, group: TensorParallel) -> CausalLM:
     return load_model(folder / family, dtype=torch.float32, group=group)
 
 
-def run_case(target: CausalLM, folder: Path, scratch: Path, family: str, drafter_name: str | None) -> dict[str, Any]:
+def note_proposals(drafter: Drafter) -> list[list[int]]:
+    """Give the list that the drafts of every step are put into from now on."""
+    proposals: list[list[int]] = []
+    propose = drafter.propose
+
+    def propose_and_note(buffers: StepBuffers, context_len: torch.Tensor) -> None:
+        propose(buffers, context_len)
+        proposals.append(buffers.input_ids[1 : int(buffers.width)].tolist())
+
+    drafter.propose = propose_and_note  # type: ignore[method-assign]
+    return proposals
+
+
+def run_case(target: CausalLM, folder: Path, scratch: Path, case: Case) -> dict[str, Any]:
     """Answer greedily and with random numbers."""
+    family, drafter_name, draft_layers = case
     drafter = None
+    proposals: list[list[int]] = []
     if drafter_name is not None:
         setting = Setting(
-            target=target, path=folder / family, scratch=scratch, max_drafts=MAX_DRAFTS, is_fixed_shape=False
+            target=target,
+            path=folder / family,
+            scratch=scratch,
+            max_drafts=MAX_DRAFTS,
+            is_fixed_shape=False,
+            draft_layers=draft_layers,
         )
         drafter = DRAFTERS[drafter_name][0](setting)
+        proposals = note_proposals(drafter)
     engine = make_engine(target, drafter)
     # Repeats itself, so that a look-up finds something.
     prompt = prompt_of(5, target.config.vocab_size, seed=1) * 2
     greedy = answer(engine, prompt, max_tokens=MAX_TOKENS)
     sampled = answer(engine, prompt, max_tokens=MAX_TOKENS // 2, temperature=0.7, seed=11)
     if drafter is not None:
-        return {"greedy": greedy, "sampled": sampled}
+        return {"greedy": greedy, "sampled": sampled, "proposals": proposals}
     # So few tokens may be drawn that the last rank holds none of them.
     few = make_engine(target, num_tokens=target.config.vocab_size // 4)
     prompt = [token % few.runner.buffers.num_tokens for token in prompt]
     return {"greedy": greedy, "sampled": sampled, "few": answer(few, prompt, max_tokens=4)}
 
 
-def run_cases(folder: Path, scratch: Path, cases: list[tuple[str, str | None]], group: TensorParallel) -> list[Any]:
+def run_cases(folder: Path, scratch: Path, cases: list[Case], group: TensorParallel) -> list[Any]:
     """Run cases in order; each family's target is loaded once."""
-    targets = {family: load(folder, family, group) for family in sorted({family for family, _ in cases})}
-    return [run_case(targets[family], folder, scratch, family, name) for family, name in cases]
+    targets = {family: load(folder, family, group) for family in sorted({family for family, _, _ in cases})}
+    return [run_case(targets[case[0]], folder, scratch, case) for case in cases]
 
 
-def run_alone(folder: Path, scratch: Path, cases: list[tuple[str, str | None]]) -> list[Any]:
+def run_alone(folder: Path, scratch: Path, cases: list[Case]) -> list[Any]:
     """Run the cases on one rank, in this process."""
     return run_cases(folder, scratch, cases, ALONE)
 
 
-def run_on_ranks(num_ranks: int, folder: Path, cases: list[tuple[str, str | None]]) -> list[list[Any]]:
+def run_on_ranks(num_ranks: int, folder: Path, cases: list[Case]) -> list[list[Any]]:
     """Run the cases on ranks, a process each; give what every rank answered."""
     words = [str(num_ranks), str(folder), json.dumps(cases)]
     processes = [

@@ -5,13 +5,21 @@ from pathlib import Path
 import pytest
 
 from tests.miniature import FAMILIES
-from tests.rank_program import MAX_TOKENS, run_alone, run_on_ranks, write_checkpoints
+from tests.rank_program import MAX_TOKENS, Case, run_alone, run_on_ranks, write_checkpoints
 from tests.spec.drafters import CASES
 
-Case = tuple[str, str | None]
-TWO_RANKS: list[Case] = [(family, None) for family in FAMILIES] + [(family, name) for name, family in CASES]
+# Layers that each rank holds whole: with a Markov head of every rank's tokens, with a state, and with none.
+REPLICATED: list[Case] = [
+    ("qwen3", "dspark", "replicated"),
+    ("llama", "dspark, chosen", "replicated"),
+    ("qwen3", "dflash", "replicated"),
+    ("bailing_moe_v3", "mtp", "replicated"),
+]
+TWO_RANKS: list[Case] = [(family, None, "sharded") for family in FAMILIES]
+TWO_RANKS += [(family, name, "sharded") for name, family in CASES] + REPLICATED
 # Fewer key/value heads than ranks, biases, a vocabulary that does not divide.
-FOUR_RANKS: list[Case] = [("qwen2", None), ("qwen2", "ngram"), ("qwen2", "draft model"), ("qwen2", "dspark")]
+FOUR_RANKS: list[Case] = [("qwen2", name, "sharded") for name in (None, "ngram", "draft model", "dspark")]
+FOUR_RANKS.append(("qwen2", "dspark", "replicated"))
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,8 @@ def main() -> None:
     # Of sizes that 4 ranks can share.
     sizes = {"moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 24}
     config = miniature_config("bailing_moe_v3", num_attention_heads=4, num_key_value_heads=4, **sizes)
-    arguments = argparse.Namespace(model="miniature", cases=cases, out=Path(folder), commit="none")
+    options = {"out": Path(folder), "commit": "none", "draft_layers": ["sharded", "replicated"]}
+    arguments = argparse.Namespace(model="miniature", cases=cases, **options)
     decode_tp_gpu.run_rank(arguments, config, "cpu", context_len=CONTEXT_LEN, room=ROOM)
 
 

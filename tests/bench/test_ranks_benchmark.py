@@ -27,6 +27,7 @@ def test_two_ranks_measure_steps_answers_prompt_and_ladder(tmp_path: Path):
     assert decode_tp_gpu.start_ranks(2, command, limit_s=280) == 0
 
     plain, mtp, ladder = (read(tmp_path, case) for case in ("nodraft", "mtp", "ladder"))
+    replicated = read(tmp_path, "mtp-replicated")
     assert plain["tensor_parallel_size"] == 2 and plain["commit"] == "none"
     assert plain["tpot_ms_at"].keys() == {"1@1"} and plain["output_tok_per_s"] > 0
     assert plain["details"]["one_gpu"]["take"].startswith(("2 GPUs", "one GPU"))
@@ -41,6 +42,10 @@ def test_two_ranks_measure_steps_answers_prompt_and_ladder(tmp_path: Path):
     (row,) = mtp["details"]["rows"]
     # Steps are timed as drafts are verified; lots are of the answers.
     assert row["mean_width"] == 6 and row["acceptance_length"] < 2 < mtp["acceptance_length"]
+
+    assert mtp["details"]["draft_layers"] == "sharded" and replicated["details"]["draft_layers"] == "replicated"
+    # A whole layer is read instead of half of one.
+    assert replicated["details"]["rows"][0]["floor_step_ms"] > row["floor_step_ms"]
 
     switches = [rung["case"] for rung in ladder["rungs"]]
     assert switches[1:] == ["--fused-moe", "--graph", "--run-ahead 2", "--pdl", "--draft dspark"]

@@ -19,7 +19,7 @@ from soloist.spec.dspark import DSpark, make_random_dspark
 from soloist.spec.dspark_config import random_config
 from soloist.spec.mtp import load_mtp
 from soloist.spec.ngram import PromptLookup
-from soloist.spec.setup import DrafterSetup
+from soloist.spec.setup import DrafterSetup, DraftLayers
 from soloist.spec.verify import Rule
 from tests.miniature import FAMILIES, write_checkpoint
 
@@ -67,6 +67,8 @@ class Setting:
     max_drafts: int
     # Captured steps have fixed shapes; on the CPU they need not.
     is_fixed_shape: bool
+    # How ranks hold the layers of a draft.
+    draft_layers: DraftLayers = "sharded"
 
     @property
     def max_context_len(self) -> int:
@@ -81,6 +83,7 @@ class Setting:
             max_context_len=self.max_context_len,
             num_tokens=self.target.config.vocab_size,
             max_width=1 + self.max_drafts,
+            draft_layers=self.draft_layers,
         )
 
 

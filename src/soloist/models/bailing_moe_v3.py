@@ -298,7 +298,7 @@ class BailingMoeV3MTP:
 
     Args:
         target: the model it drafts for.
-        weights: the source that holds layer `num_hidden_layers`.
+        weights: the source that holds layer `num_hidden_layers`; ranks may share the layer otherwise than the target.
 
     Raises:
         UnsupportedError: the target's checkpoint has no such layer.
@@ -309,7 +309,9 @@ class BailingMoeV3MTP:
         if not config.num_nextn_predict_layers:
             raise UnsupportedError("MTP was asked for; this model has none (num_nextn_predict_layers is 0)")
         self.target, self.config = target, config
-        self.dtype, self.device, self.group = weights.dtype, weights.device, weights.group
+        self.dtype, self.device = weights.dtype, weights.device
+        # Of embedding and head; the ranks that share the layer are the source's.
+        self.group = target.group
         D, index = config.hidden_size, config.num_hidden_layers
         layer = f"model.layers.{index}."
         self.enorm = weights.tensor(Part(name=f"{layer}enorm.weight", shape=(D,)))

@@ -5,10 +5,13 @@ counting around a real source gives the bytes as they are held (packed weights i
 """
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
+from soloist.kernels.allreduce import TensorParallel
 from soloist.kernels.packed import PackedWeight
 from soloist.models.cache import Cache
 from soloist.models.causal_lm import CausalLM, ModelConfig
@@ -51,6 +54,11 @@ class CountingSource(WeightSource):
         self.dtype, self.device, self.group = source.dtype, source.device, source.group
         # Checkpoint name (with `{e}` for the experts) -> what it holds.
         self._counts: dict[str, _Count] = {}
+
+    @contextmanager
+    def shared_by(self, group: TensorParallel) -> Iterator[None]:
+        with self.source.shared_by(group), super().shared_by(group):
+            yield
 
     def _add(self, parts: tuple[Part, ...], held_bytes: int, num_copies: int = 1) -> None:
         """Count parts stacked in one weight of `held_bytes`, which they share by what this rank holds of them."""

@@ -6,6 +6,8 @@ knows about files, formats, dtypes and packing.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -142,6 +144,15 @@ class WeightSource(ABC):
     dtype: torch.dtype
     device: torch.device
     group: TensorParallel = ALONE
+
+    @contextmanager
+    def shared_by(self, group: TensorParallel) -> Iterator[None]:
+        """Give what a rank of another group holds inside the block, for parts that other ranks share than the rest."""
+        usual, self.group = self.group, group
+        try:
+            yield
+        finally:
+            self.group = usual
 
     @abstractmethod
     def linear(self, *parts: Part) -> Weight:

@@ -206,7 +206,7 @@ class DSpark(Drafter):
 
 
 def check_num_ranks(config: DSparkConfig, group: TensorParallel) -> None:
-    """Refuse a number of ranks that cannot share the draft.
+    """Refuse a number of ranks that cannot share the draft's layers; any number can share its vocabulary.
 
     Raises:
         UnsupportedError: heads or widths do not divide; the message names what does.
@@ -251,10 +251,15 @@ def make_random_dspark(setup: DrafterSetup, config: DSparkConfig | None = None) 
     target = setup.target
     config = config or random_config(target.config)
     config.check_target(target.config)
-    check_num_ranks(config, target.group)
-    check_context_fits(config, setup.max_context_len, target.dtype, target.device, target.group)
-    placement = choose_placement(target.device, target.dtype, setup.weights_dtype, target.group)
-    source = RandomSource(setup.seed, placement)
-    rows = num_positions(config, setup.max_context_len)
-    model = DSparkModel(config, source, rows, embed_tokens=target.embed_tokens, lm_head=target.lm_head)
+    check_num_ranks(config, setup.layer_group)
+    check_context_fits(config, setup.max_context_len, target.dtype, target.device, setup.layer_group)
+    placement = choose_placement(target.device, target.dtype, setup.weights_dtype, setup.layer_group)
+    model = DSparkModel(
+        config,
+        RandomSource(setup.seed, placement),
+        num_positions(config, setup.max_context_len),
+        embed_tokens=target.embed_tokens,
+        lm_head=target.lm_head,
+        vocabulary_group=target.group,
+    )
     return make_dspark(model, setup)

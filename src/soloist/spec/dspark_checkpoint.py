@@ -52,8 +52,9 @@ def load_dspark(setup: DrafterSetup) -> DSpark:
     assert path is not None
     config = read_draft_config(read_config(path))
     config.check_target(target.config)
-    check_num_ranks(config, target.group)
-    check_context_fits(config, setup.max_context_len, target.dtype, target.device, target.group)
+    group, layer_group = target.group, setup.layer_group
+    check_num_ranks(config, layer_group)
+    check_context_fits(config, setup.max_context_len, target.dtype, target.device, layer_group)
     folder = SafetensorsFolder(path)
     folder.tensors = _network_names(folder.tensors, config)
     target_ids = _read_vocabulary_map(folder, config)
@@ -64,14 +65,13 @@ def load_dspark(setup: DrafterSetup) -> DSpark:
     stored = RecordingSource(target.dtype)
     DSparkModel(config, stored, 1, embed_tokens=embed_tokens, lm_head=lm_head)
     compare_tensors(stored, folder.shapes, _is_ignored, f"{path} does not hold the draft that its config.json names")
-    group = target.group
     if embed_tokens is None and _is_same(target.embed_tokens, embedding_part(config), folder, group):
         embed_tokens = target.embed_tokens
     if lm_head is None and not is_reduced and _is_same(target.lm_head, head_part(config), folder, group):
         lm_head = target.lm_head
-    placement = choose_placement(target.device, target.dtype, setup.weights_dtype, group)
-    asked = RecordingSource(target.dtype, group)
-    DSparkModel(config, asked, 1, embed_tokens=embed_tokens, lm_head=lm_head)
+    placement = choose_placement(target.device, target.dtype, setup.weights_dtype, layer_group)
+    asked = RecordingSource(target.dtype, layer_group)
+    DSparkModel(config, asked, 1, embed_tokens=embed_tokens, lm_head=lm_head, vocabulary_group=group)
     check_weights_fit(asked, placement)
     model = DSparkModel(
         config,
@@ -80,6 +80,7 @@ def load_dspark(setup: DrafterSetup) -> DSpark:
         embed_tokens=embed_tokens,
         lm_head=lm_head,
         target_ids=None if target_ids is None else target_ids.to(target.device),
+        vocabulary_group=group,
     )
     mask = torch.tensor([config.mask_token_id], device=target.device)
     # Zeros where the row is another rank's: ranks exchange nothing before all have loaded.

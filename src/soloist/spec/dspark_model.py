@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from soloist.kernels.allreduce import embed, linear_all_reduce
+from soloist.kernels.allreduce import TensorParallel, embed, linear_all_reduce
 from soloist.kernels.draft_attention import append_context, draft_attention
 from soloist.kernels.linear import linear, norm_linear
 from soloist.kernels.norm import rms_norm
@@ -246,11 +246,12 @@ class DSparkModel:
 
     Args:
         config: what it is.
-        weights: the source; names are DeepSpec's.
+        weights: the source, of the ranks that share the layers; names are DeepSpec's.
         max_positions: rows of the context and its scratch.
         embed_tokens: the target's, to share it. None: the checkpoint's own.
         lm_head: the target's, to share it. None: the checkpoint's own.
         target_ids: (draft_vocab_size,) int64, the token that each row of the head stands for. None: its own number.
+        vocabulary_group: the ranks that share embedding and heads, the target's. None: those that share the layers.
     """
 
     def __init__(
@@ -262,15 +263,19 @@ class DSparkModel:
         embed_tokens: torch.Tensor | None = None,
         lm_head: Weight | None = None,
         target_ids: torch.Tensor | None = None,
+        vocabulary_group: TensorParallel | None = None,
     ) -> None:
         self.config, self.target_ids, self.max_positions = config, target_ids, max_positions
-        self.dtype, self.device, self.group = weights.dtype, weights.device, weights.group
+        self.dtype, self.device = weights.dtype, weights.device
+        self.layer_group, self.group = weights.group, vocabulary_group or weights.group
         t = config.transformer
         D, L, G, K = t.hidden_size, t.num_hidden_layers, t.num_key_value_heads, t.head_dim
-        if embed_tokens is None:
-            embed_tokens = weights.embedding(embedding_part(config))
-        if lm_head is None:
-            lm_head = weights.linear(head_part(config))
+        with weights.shared_by(self.group):
+            if embed_tokens is None:
+                embed_tokens = weights.embedding(embedding_part(config))
+            if lm_head is None:
+                lm_head = weights.linear(head_part(config))
+            self.markov = MARKOV_HEADS[config.markov_head_type](weights, config) if config.markov_head_type else None
         self.embed_tokens, self.lm_head = embed_tokens, lm_head
         self.fc = weights.linear(Part(name="fc.weight", shape=(D, len(config.target_layer_ids) * D)))
         self.hidden_norm = weights.tensor(Part(name="hidden_norm.weight", shape=(D,)))
@@ -288,14 +293,13 @@ class DSparkModel:
             assert layer.attention.k_norm is not None
             self.k_norms[index].copy_(layer.attention.k_norm)
         self.norm = weights.tensor(Part(name="norm.weight", shape=(D,)))
-        self.markov = MARKOV_HEADS[config.markov_head_type](weights, config) if config.markov_head_type else None
         self.confidence = ConfidenceHead(weights, config) if config.confidence_input else None
         self.rotary = make_rotary_table(K, t.rope_theta, max_positions, t.rope_scaling, device=self.device)
 
     def make_context(self) -> DraftContext:
         """Allocate an empty context of `max_positions` rows."""
         t = self.config.transformer
-        shape = (t.num_hidden_layers, self.group.share(t.num_key_value_heads), self.max_positions, t.head_dim)
+        shape = (t.num_hidden_layers, self.layer_group.share(t.num_key_value_heads), self.max_positions, t.head_dim)
         k, v = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2))  # (L, G, S, K) each
         return DraftContext(k=k, v=v)
 
@@ -346,7 +350,7 @@ class DSparkModel:
             weights += [layer.feed_forward.gate_up, layer.feed_forward.down]
         if self.markov is not None:
             weights += self.markov.weights * num_drafts
-        num_heads = self.group.share(t.num_key_value_heads)
+        num_heads = self.layer_group.share(t.num_key_value_heads)
         row_bytes = 2 * t.num_hidden_layers * num_heads * t.head_dim * self.dtype.itemsize
         return sum(map(_held_bytes, weights)) + context_len * row_bytes
 

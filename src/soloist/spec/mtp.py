@@ -142,8 +142,8 @@ def load_mtp(setup: DrafterSetup) -> MTPDrafter:
     target, path = setup.target, setup.target_path
     if not isinstance(target, BailingMoeV3ForCausalLM):
         raise UnsupportedError(f"a {target.architecture} has no MTP layer; `ngram` drafts for every model")
-    placement = choose_placement(target.device, target.dtype, setup.weights_dtype, target.group)
-    asked = RecordingSource(target.dtype, target.group)
+    placement = choose_placement(target.device, target.dtype, setup.weights_dtype, setup.layer_group)
+    asked = RecordingSource(target.dtype, setup.layer_group)
     BailingMoeV3MTP(target, asked)
     source: LoadingSource
     if path is None:
