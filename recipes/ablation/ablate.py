@@ -8,7 +8,8 @@
 
 All drafts are trained for the same number of steps, each in a process: side by side for `--seconds`, or for `--steps`
 and so many at once as `--parallel` says. Each then answers the same held-out prompts in the engine, greedily and at a
-temperature of 0.7. Answers that repeat themselves are left out. Intervals are over prompts and seeds together.
+temperature of 0.7. A prompt of which any draft's answer repeats itself is left out for all of them, so that all are
+compared on the same ones. Intervals are over prompts and seeds together.
 """
 
 import argparse
@@ -252,7 +253,7 @@ def states_file(options: argparse.Namespace, variant: str) -> Path:
 
 
 def length(rows: Sequence[tuple[int, int] | None]) -> float:
-    """Give tokens per step over the answers that count."""
+    """Give tokens per step over the answers that do not repeat themselves."""
     counted = [row for row in rows if row is not None]
     return sum(tokens for tokens, _ in counted) / max(sum(steps for _, steps in counted), 1)
 
@@ -264,42 +265,55 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 
 def compare(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Give each variant's acceptance length, and how far it is from the reference's, by temperature."""
+    """Give each variant's acceptance length, and how far it is from the reference's, by temperature.
+
+    Near-ties send drafts different ways, so which greedy answers repeat themselves differs from run to run.
+    """
     found: dict[str, Any] = {}
     for temperature in (f"{t:g}" for t in MEASURED):
         runs: dict[str, list[list[tuple[int, int] | None]]] = {}
         for result in results:
             runs.setdefault(result["variant"], []).append(result["counts"][temperature])
+        answers = list(zip(*(rows for seeds in runs.values() for rows in seeds), strict=True))
+        counted = [i for i, own in enumerate(answers) if None not in own]
+        if not counted:
+            say(f"at {temperature} every prompt has an answer that repeats itself: nothing is compared")
+            continue
         draw = random.Random(0)
-        num_prompts = len(next(iter(runs.values()))[0])
         samples: dict[str, list[float]] = {variant: [] for variant in runs}
         for _ in range(NUM_RESAMPLES):
-            prompts = draw.choices(range(num_prompts), k=num_prompts)
+            prompts = draw.choices(counted, k=len(counted))
             for variant, seeds in runs.items():
                 chosen = draw.choices(seeds, k=len(seeds))
                 samples[variant].append(length([rows[i] for rows in chosen for i in prompts]))
+        lengths = {v: length([rows[i] for rows in seeds for i in counted]) for v, seeds in runs.items()}
         for variant, seeds in runs.items():
-            rows = [row for own in seeds for row in own]
             figures: dict[str, Any] = {
-                "acceptance_length": length(rows),
+                "acceptance_length": lengths[variant],
                 "interval": interval(samples[variant]),
-                "by_seed": [length(own) for own in seeds],
-                "excluded_share": sum(row is None for row in rows) / len(rows),
+                "by_seed": [length([rows[i] for i in counted]) for rows in seeds],
+                "num_prompts": len(counted),
+                "repeating_share": sum(row is None for rows in seeds for row in rows) / (len(seeds) * len(answers)),
             }
             if variant != REFERENCE and REFERENCE in runs:
                 pairs = zip(samples[variant], samples[REFERENCE], strict=True)
-                reference = length([row for own in runs[REFERENCE] for row in own])
                 figures |= {
-                    "minus_reference": figures["acceptance_length"] - reference,
+                    "minus_reference": lengths[variant] - lengths[REFERENCE],
                     "minus_reference_interval": interval([a - b for a, b in pairs]),
                 }
             found.setdefault(variant, {})[temperature] = figures
     return found
 
 
+def in_words(rows: Sequence[tuple[int, int] | None]) -> str:
+    """Write counts on one line: tokens/steps of each prompt, a dash where the answer repeats itself."""
+    return " ".join("-" if row is None else f"{row[0]}/{row[1]}" for row in rows)
+
+
 def table(compared: dict[str, Any]) -> str:
     """Write the comparison as Markdown."""
-    rows = [["", *(f"{what} at {t:g}" for t in MEASURED for what in ("acceptance length", f"minus `{REFERENCE}`"))]]
+    temperatures = next(iter(compared.values()), {})
+    rows = [["", *(f"{what} at {t}" for t in temperatures for what in ("acceptance length", f"minus `{REFERENCE}`"))]]
     rows.append(["---", *["---:"] * (len(rows[0]) - 1)])
     for variant, by_temperature in compared.items():
         row = [variant]
@@ -419,7 +433,7 @@ def main() -> None:
             "max_tokens": options.tokens,
             "min_distinct_ratio": MIN_DISTINCT,
             "variants": compared,
-            "runs": [{key: value for key, value in run.items() if key != "counts"} for run in results],
+            "runs": [run | {"counts": {t: in_words(rows) for t, rows in run["counts"].items()}} for run in results],
         },
     )
     write_result(result, options.results / machine_folder(result.device, 1))

@@ -114,11 +114,38 @@ def test_a_planted_difference_between_variants_is_found_and_none_where_there_is_
     for temperature in ("0", "0.7"):
         term, same, worse = (found[name][temperature] for name in ("term", "no term", "CE alone"))
         assert term["interval"][0] < 3.0 < term["interval"][1] and len(term["by_seed"]) == 3
-        assert term["excluded_share"] == pytest.approx(1 / 60)
+        assert term["repeating_share"] == pytest.approx(1 / 60) and term["num_prompts"] == 59
         low, high = same["minus_reference_interval"]
         assert low < 0 < high
         assert worse["minus_reference"] == pytest.approx(-0.5, abs=0.1) and worse["minus_reference_interval"][1] < 0
     assert "| CE alone | 2." in ablate.table(found)
+
+
+def test_variants_are_compared_on_the_prompts_that_repeat_in_none_of_them(ablate):
+    # The second prompt is easy, and loops for one of the two; on the first one they are alike.
+    rows = {"term": [(100, 50), (100, 10)], "no term": [(100, 50), None]}
+    found = ablate.compare(
+        [{"variant": v, "seed": 0, "counts": {"0": r, "0.7": [None, None]}} for v, r in rows.items()]
+    )
+    assert [found[v]["0"]["acceptance_length"] for v in rows] == [2.0, 2.0]
+    assert found["no term"]["0"]["minus_reference"] == 0 and found["no term"]["0"]["repeating_share"] == 0.5
+    assert "0.7" not in found["term"] and "at 0.7" not in ablate.table(found)
+
+
+def test_the_published_comparison_follows_from_the_published_counts(ablate):
+    details = json.loads((ROOT / "benchmarks/results/h200/nano-ablation.json").read_text())["details"]
+    results = []
+    for run in details["runs"]:
+        counts = {
+            t: [None if word == "-" else tuple(map(int, word.split("/"))) for word in words.split()]
+            for t, words in run["counts"].items()
+        }
+        assert {t: ablate.in_words(rows) for t, rows in counts.items()} == run["counts"]
+        results.append(run | {"counts": counts})
+    assert json.loads(json.dumps(ablate.compare(results))) == details["variants"]
+    guide = (ROOT / "docs/training.md").read_text()
+    rows = [" ".join(line.split("|", 2)[2].split()) for line in ablate.table(details["variants"]).splitlines()[2:]]
+    assert len(rows) == 5 and all(row in guide for row in rows)
 
 
 def test_a_step_and_a_token_are_timed_behind_the_first_step(drafts):
