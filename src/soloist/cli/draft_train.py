@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -152,7 +153,7 @@ def train(
 
     from soloist.train.plan import bytes_ratio
     from soloist.train.prompts import check_data, read_prompts
-    from soloist.train.run import DRY_PROMPTS, DRY_TOKENS, Progress, dry, train_draft, try_draft
+    from soloist.train.run import DRY_NAME, DRY_PROMPTS, DRY_TOKENS, Progress, dry, train_draft, try_draft
     from soloist.train.settings import DraftShape, ObjectiveSettings, TrainSettings
 
     device = place(device, threads=threads, dtype=dtype)
@@ -186,6 +187,12 @@ def train(
         raise UsageError("--url and --source transformers both say who answers: give one")
     check_data(data)
     _join_processes(device)
+    folder = out
+    if dry_run:
+        # What it leaves would be taken for a run to go on with. The other processes wait for the first one's answers.
+        folder = out / DRY_NAME
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
     llm = load_dense(model, device=device, dtype=dtype, threads=threads)
     target = llm.engine.runner.model
     limit = target.config.max_position_embeddings - num_tokens
@@ -209,7 +216,7 @@ def train(
             prompts,
             answering,
             settings,
-            out,
+            folder,
             temperatures=mix,
             num_tokens=llm.engine.runner.buffers.num_tokens,
             data=f"{len(prompts)} prompts from {data.name}",
@@ -225,7 +232,8 @@ def train(
     found = outcome.figures
     result: dict[str, Any] = {"draft": str(out), "num_texts": outcome.num_texts, "held_out": vars(found)}
     if dry_run:
-        result["tokens_per_step"] = try_draft(target, out, prompts[0], llm.engine.runner.buffers.num_tokens)
+        result["tokens_per_step"] = try_draft(target, folder, prompts[0], llm.engine.runner.buffers.num_tokens)
+        shutil.rmtree(folder)
     if as_json:
         print(json.dumps(result))
         return 0

@@ -35,7 +35,8 @@ from soloist.train.trainer import DTYPES, Figures, OnStep, Trainer, read_num_ste
 
 HELD_OUT_NAME = "held-out.jsonl"
 RECORD_NAME = "training.json"
-# Steps, prompts and tokens of an answer of a dry run.
+# Folder of a dry run in that of the draft; its steps, prompts and tokens of an answer.
+DRY_NAME = "dry-run"
 DRY_STEPS, DRY_PROMPTS, DRY_TOKENS = 2, 6, 16
 
 
