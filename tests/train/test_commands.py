@@ -70,10 +70,11 @@ def test_from_prompts_to_a_checked_draft_with_its_card(tiny: str, tmp_path: Path
     assert main(evaluate) == 0
     assert not (out / "README.md").exists()
     (out / "draft-check.json").write_text('{"passed": true}')
-    assert main([*evaluate, "--licence", "mit"]) == 0
+    assert main([*evaluate, "--licence", "mit", "--data", str(data), "--draft-width", "3"]) == 0
     card = (out / "README.md").read_text()
     assert card.startswith("---\nlicense: mit\n") and "16 prompts from prompts.jsonl" in card
     assert "shape.block_size: 4" in card
+    assert " -n 16 --temperatures 0,1 --seed 0 --data prompts.jsonl --draft-width 3\n" in card
 
 
 def test_a_run_by_the_clock_keeps_its_steps_when_it_goes_on(tiny: str, tmp_path: Path, capsys):
@@ -99,6 +100,18 @@ def test_a_dry_run_drafts_within_its_time_and_is_said_to_be_worth_nothing(tiny: 
     assert main([*words, *SMALL]) == 0
     printed, _ = capsys.readouterr()
     assert "worth nothing" in printed
+
+
+def test_a_dry_run_leaves_nothing_in_the_way_of_the_run(tiny: str, tmp_path: Path, capsys):
+    data, out = write_data(tmp_path / "prompts.jsonl"), tmp_path / "draft"
+    words = ["draft", "train", "-m", tiny, "--data", str(data), "--out", str(out), *TRAIN, *SMALL]
+    assert main([*words, "--dry-run"]) == 0 and list(out.iterdir()) == []
+    # What is there already is left alone.
+    assert main(words) == 0
+    record = (out / "training.json").read_text()
+    assert main([*words, "--dry-run", "--block", "3"]) == 0
+    assert (out / "training.json").read_text() == record and not (out / "dry-run").exists()
+    capsys.readouterr()
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,10 @@ def evaluate(
     if folder is not None and folder.is_dir():
         (folder / EVALUATION_NAME).write_text(json.dumps(result, indent=1) + "\n")
         command = f"soloist draft eval -m {llm.name} --draft {folder.name} --prompts {num_prompts} -n {num_tokens}"
-        _write_card(found, folder, licence, f"{command} --temperatures {temperatures}")
+        command += f" --temperatures {temperatures} --seed {seed}"
+        more = {"--data": data and data.name, "--draft-width": draft_width, "--distinct": distinct}
+        command += "".join(f" {option} {value}" for option, value in more.items() if value is not None)
+        _write_card(found, folder, licence, command)
     print(json.dumps(result) if as_json else table(found))
     return 0
 
