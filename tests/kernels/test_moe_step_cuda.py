@@ -1,6 +1,7 @@
 """A step's experts in CUDA C++: the choice and the sums are the reference's, and rows do not know of each other."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -129,6 +130,31 @@ def test_a_group_may_be_one_expert():
 def test_what_has_no_kernel_is_refused_by_name(sizes: dict[str, int], message: str):
     with pytest.raises(UnsupportedError, match=message):
         run(make_call(2, **sizes))
+
+
+def test_a_choice_beyond_the_shared_memory_is_refused_by_name():
+    settings = replace(PLAIN, num_experts_per_tok=32)
+    for E in (512, 1024):
+        with pytest.raises(UnsupportedError, match=rf"32 experts a token of {E}, .* takes 49412 bytes"):
+            run(make_call(2, E=E, D=32, F=8, num_shared=0, settings=settings))
+    # One token has few slots, and one expert less fits; the source holds the launcher's count to its own.
+    for T, num_chosen in ((1, 32), (2, 31)):
+        check(make_call(T, E=512, D=32, F=8, settings=replace(settings, num_experts_per_tok=num_chosen)))
+
+
+def test_rows_beside_a_large_choice_are_refused_by_name_and_activations_left_where_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def settings(num_chosen: int) -> RouterSettings:
+        return replace(PLAIN, num_experts_per_tok=num_chosen)
+
+    with pytest.raises(UnsupportedError, match=r"hidden size of 5632, .* with the rows 237828, where 232448 are"):
+        run(make_call(16, E=256, D=5632, F=8, num_shared=0, settings=settings(16)))
+    launched: list[dict[str, int]] = []
+    monkeypatch.setattr(moe_step_cuda, "launch", lambda *args, **options: launched.append(options))
+    # Activations of 150784 bytes: less than 160 KiB, and more than is left beside 496 slots.
+    run(make_call(16, E=512, D=32, F=152, num_shared=0, settings=settings(31)))
+    assert launched == [{"shared_bytes": 16 * 32 * 2 + 18 * 16 * 32 * 4}]
 
 
 def test_another_dtype_is_refused_by_name():

@@ -28,8 +28,10 @@ from soloist.kernels.read_ahead import shares
 MAX_ROWS = 16
 # Bytes of the next launch's weights that the experts ask for, measured on one H200, `docs/log.md`.
 READ_AHEAD_BYTES = 6 << 20
-# Shared memory that activations may take.
+# Shared memory that activations may take, a program in all, and of that what has its size at compile time.
 _SHARED_BYTES = 160 * 1024
+_MAX_SHARED_BYTES = 227 * 1024
+_MAX_STATIC_BYTES = 48 * 1024
 # Largest hidden size of which MAX_ROWS rows and every lane's sums fit the shared memory beside the choice.
 _MAX_HIDDEN = 5632
 
@@ -108,6 +110,7 @@ struct Choice {
     int chosen[ROWS * NUM_CHOSEN];
     float chosen_weight[ROWS * NUM_CHOSEN];
 };
+static_assert(sizeof(Choice) == CHOICE_BYTES, "the launcher counts on another size");
 
 // One token by one warp: lane l holds the experts l * PER_LANE and up, so a group of experts is a run of lanes.
 __device__ void choose_of_token(Choice& s, int t, const float* logits, const float* add) {
@@ -391,6 +394,13 @@ def _lanes_per_output(F: int) -> int:
     return max((8, 16, 32), key=lambda lanes: (pieces / (-(-pieces // lanes) * lanes), lanes))
 
 
+def _choice_bytes(num_experts: int, num_chosen: int, num_shared: int, rows: int) -> int:
+    """Size of the kernel's `Choice`, of as many slots as there can be."""
+    slots = num_shared + min(rows * num_chosen, num_experts)
+    places = -(-slots * rows // 4) * 4
+    return slots * (8 + 4 * rows) + places + 4 + 2 * 32 * 4 + 2 * rows * num_chosen * 4
+
+
 def run_experts(
     x: torch.Tensor,
     norm_weight: torch.Tensor,
@@ -430,6 +440,9 @@ def run_experts(
 
     Returns:
         (T, D): x, if it is added, and all experts.
+
+    Raises:
+        UnsupportedError: sizes, or a dtype, that the kernel does not take.
     """
     T, D = x.shape
     E, _, F = down.shape
@@ -453,6 +466,18 @@ def run_experts(
     # Two rows of D, 16 bytes a lane and piece, fit the registers of this many warps; of one token's rows they make the
     # fewest rounds.
     warps = 18 if D <= 2048 else 16
+    choice_bytes = _choice_bytes(E, router.num_experts_per_tok, num_shared, rows)
+    sum_bytes = warps * T * 32 * 4
+    # For the rows, and in their place the activations.
+    room = _MAX_SHARED_BYTES - choice_bytes - sum_bytes
+    row_bytes = T * D * 2
+    if choice_bytes > _MAX_STATIC_BYTES or row_bytes > room:
+        raise UnsupportedError(
+            f"{router.num_experts_per_tok} experts a token of {E}, on a hidden size of {D}, have no GPU kernel for a"
+            f" step of {T} rows: their choice takes {choice_bytes} bytes of shared memory, where {_MAX_STATIC_BYTES}"
+            f" are, and with the rows {_MAX_SHARED_BYTES - room + row_bytes}, where {_MAX_SHARED_BYTES} are: run the"
+            " model on the CPU"
+        )
     lanes = _lanes_per_output(F)
     definitions = {
         "HIDDEN": D,
@@ -462,6 +487,7 @@ def run_experts(
         "TOPK_GROUPS": router.topk_group,
         "NUM_CHOSEN": router.num_experts_per_tok,
         "NUM_SHARED": num_shared,
+        "CHOICE_BYTES": choice_bytes,
         "ROWS": rows,
         "WARPS": warps,
         "ROUTED_SCALE": f"{float(router.routed_scaling_factor)!r}f",
@@ -473,7 +499,7 @@ def run_experts(
     act = torch.empty((T, num_shared + router.num_experts_per_tok, F), dtype=x.dtype, device=device)
     out = torch.empty_like(x)
     act_bytes = act.numel() * act.element_size()
-    copies_act = act_bytes <= _SHARED_BYTES
+    copies_act = act_bytes <= min(_SHARED_BYTES, room)
     num_programs = _num_programs(device)
     ahead = next(iter(shares([next_weight], READ_AHEAD_BYTES, num_programs)), None)
     kernel = load_kernel(_SOURCE, "experts", tuple((key, str(value)) for key, value in definitions.items()), device)
@@ -483,6 +509,6 @@ def run_experts(
         inf if limit is None else limit, inf if shared_limit is None else shared_limit,
         x if adds_residual else None, act, int(copies_act), _arrivals(device),
         *((None, 0, 0) if ahead is None else ahead), out,
-        shared_bytes=max(T * D * 2, act_bytes if copies_act else 0) + warps * T * 32 * 4,
+        shared_bytes=max(row_bytes, act_bytes if copies_act else 0) + sum_bytes,
     )  # fmt: skip
     return out
