@@ -16,21 +16,26 @@ from tests.profiler.decoding import trace_of
 from tests.profiler.simulated import Machine
 
 
-def run_ranks(late_us: list[float], clocks_us: list[float] | None = None, num_steps: int = 20) -> list[Machine]:
-    """Ranks that exchange twice per step; a rank that is late does something else first."""
+def run_ranks(
+    late_us: list[float],
+    clocks_us: list[float] | None = None,
+    num_steps: int = 20,
+    late_each: tuple[int, ...] = (1, 1, 1),
+) -> list[Machine]:
+    """Ranks that exchange twice per step; a late one does something else first, in one of `late_each` steps."""
     clocks_us = clocks_us or [0.0] * len(late_us)
     machines = [Machine(rank=i, clock_us=clock_us) for i, clock_us in enumerate(clocks_us)]
     generator = random.Random(0)
-    for _ in range(num_steps):
+    for i in range(num_steps):
         # Steps differ a little, for all ranks alike; by that their traces are recognised.
         work_us = generator.uniform(30.0, 90.0)
         for part in ("attention", "mlp"):
-            for machine, us in zip(machines, late_us, strict=True):
+            for machine, us, each in zip(machines, late_us, late_each, strict=False):
                 with machine.at("worker.py(40): step"):
                     machine.launch(part, work_us)
                     if part == "mlp":
                         machine.synchronize()
-                        machine.busy(us)
+                        machine.busy(us if i % each == 0 else 0.0)
                         machine.launch("add", 3.0)
             # It ends everywhere when the last rank has come.
             arrivals = []
@@ -91,21 +96,31 @@ def test_a_trace_that_begins_later_is_matched_by_the_clock():
     assert report.waited_us == pytest.approx(90.0, abs=5.0)
 
 
-def test_a_rank_that_stalls_once_is_not_the_late_one():
-    """As one does when its recording begins while the other's runs."""
+@pytest.mark.parametrize("stalled", [0, 1])
+def test_stalls_of_recorders_neither_make_a_rank_late_nor_count(stalled: int):
+    """As when its recording begins while the other's runs, stops naming lines, and ends."""
     machines = run_ranks([0.0, 90.0], num_steps=60)
     for machine in machines:
-        collective = [event for event in machine.events if event["name"].startswith("nccl")][60]
-        start_us = collective["ts"]
-        # The other rank is inside of it meanwhile.
-        if machine.rank == 1:
-            collective["dur"] += 20_000.0
-        for event in machine.events:
-            if event["ts"] > start_us or (event is collective and machine.rank == 0):
-                event["ts"] += 20_000.0
+        collectives = [event for event in machine.events if event["name"].startswith("nccl")]
+        for collective in (collectives[20], collectives[60], collectives[100]):
+            start_us = collective["ts"]
+            # The other rank is inside of it meanwhile.
+            if machine.rank != stalled:
+                collective["dur"] += 20_000.0
+            for event in machine.events:
+                if event["ts"] > start_us or (event is collective and machine.rank == stalled):
+                    event["ts"] += 20_000.0
     report, _ = compare(machines)
     assert report.late_rank == 1
     assert report.ranks[0].late_share < 0.05 < report.ranks[1].late_share
+    assert report.waited_us == pytest.approx(90.0, abs=5.0)
+
+
+def test_a_rank_that_is_late_seldom_and_much_is_named_before_one_that_is_late_always_and_little():
+    """As the rank that does the host's work of a step is, of whose collectives only the first waits for it."""
+    report, _ = compare(run_ranks([5.0, 2000.0], num_steps=300, late_each=(1, 30)))
+    assert report.ranks[0].late_share > 10 * report.ranks[1].late_share > 0
+    assert report.late_rank == 1 and report.waited_us == pytest.approx(2000.0, rel=0.02)
 
 
 def test_ranks_that_arrive_together_have_no_late_one():

@@ -21,9 +21,10 @@ _MAX_SHIFT = 64
 _MAX_APART_US = 1e6
 # A rank that is behind the others by less is not late.
 _LATE_US = 2.0
-# What is above this share of all delays counts no more than it: a rank that stalls once, as recorders make it when they
-# begin and end, is not the one that is late.
-_USUAL_SHARE = 0.95
+# So many of a rank's longest delays don't count, unless nobody has more: a recorder stalls its program when it begins,
+# when it stops naming lines, and when it ends. A share of all delays would be too much: of the hundreds of collectives
+# of a step, a rank may be late at one.
+_NUM_STALLS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +49,9 @@ class RanksReport:
 
     ranks: tuple[RankFigures, ...]
     num_collectives: int
-    # The rank that costs the others most, single stalls apart; None: they arrive together.
+    # The rank that costs the others most, a few stalls apart; None: they arrive together.
     late_rank: int | None
-    # How long the others wait for it in one collective, mean over those to which it came last.
+    # How long the others wait for it in one collective, mean over those to which it came last, stalls apart.
     waited_us: float
 
 
@@ -154,9 +155,8 @@ def _judge(
         others = sorted(row)[:-1]
         if last_us - others[-1] > _LATE_US:
             late[row.index(last_us)].append(last_us - statistics.fmean(others))
-    delays = sorted(delay for of_rank in late for delay in of_rank)
-    most = delays[int(_USUAL_SHARE * (len(delays) - 1))] if delays else 0.0
-    worst = max(range(len(ranks)), key=lambda i: sum(min(delay, most) for delay in late[i]))
+    usual = [sorted(delays)[:-_NUM_STALLS] for delays in late]
+    worst = max(range(len(ranks)), key=lambda i: (sum(usual[i]), sum(late[i])))
     return RanksReport(
         ranks=tuple(
             RankFigures(
@@ -171,5 +171,5 @@ def _judge(
         ),
         num_collectives=len(starts),
         late_rank=ranks[worst] if late[worst] else None,
-        waited_us=statistics.fmean(late[worst]) if late[worst] else 0.0,
+        waited_us=statistics.fmean(usual[worst] or late[worst] or [0.0]),
     )
