@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -221,6 +222,25 @@ def test_a_recording_with_lines_has_steps_though_the_program_was_stuck(recorded_
     calls = [call for call in run.trace.calls if call.name == "cudaStreamSynchronize"]
     assert len([call for call in calls if start_us < call.start_us and call.end_us < end_us]) > 10
     assert len([call for call in calls if call.start_us > end_us]) > 10
+
+
+@pytest.mark.parametrize("num_stuck", [0, 3, 1000])
+def test_time_in_which_a_program_is_stuck_does_not_count_within_limits(monkeypatch: pytest.MonkeyPatch, num_stuck: int):
+    recorder = command._Recorder("program.py", 0.0, 0.04, 0.0)
+    now_s, asked = 0.0, 0
+
+    def ask(action: object) -> bool:
+        nonlocal now_s, asked
+        asked += 1
+        now_s += 0.011 if asked <= num_stuck else 0.001
+        return True
+
+    monkeypatch.setattr(recorder, "_ask", ask)
+    monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: now_s))
+    assert recorder._let_run(0.04)
+    assert asked == {0: 4, 3: 7, 1000: 16}[num_stuck]
+    asked = 0
+    assert recorder._let_run(0.0) and asked == 0
 
 
 PROFILING = """

@@ -35,9 +35,10 @@ _SIGNAL = signal.SIGPROF
 _POLL_S = 0.005
 # A main thread that waits in C for another thread needs a real signal to wake up.
 _NUDGE_S = 0.2
-# A recording goes on as long again, so often at most, if the main thread was stuck in C at its end: ranks of a group
-# wait for each other while one of them begins to record, and would have no step in it.
-_MAX_REPEATS = 3
+# A recording passes in slices, of which those count in which the main thread was not stuck in C: ranks of a group wait
+# for each other while one of them begins to record, and would have few steps in it. A program whose steps are long
+# looks stuck as well, so there are no more than so many.
+_SLICES, _MAX_SLICES = 4, 16
 EXIT_INTERRUPTED = 130
 
 
@@ -229,13 +230,15 @@ class _Recorder:
 
     def _let_run(self, seconds: float) -> bool:
         """Let some time pass in which the main thread runs; False: the program is over."""
-        for _ in range(1 + _MAX_REPEATS if seconds else 0):
-            if self._is_over.wait(seconds):
+        slice_s, num_left = seconds / _SLICES, _SLICES
+        for _ in range(_MAX_SLICES if seconds else 0):
+            if self._is_over.wait(slice_s):
                 return False
             asked_s = time.monotonic()
             if not self._ask(lambda frame: None):
                 return False
-            if time.monotonic() - asked_s < seconds / 4:
+            num_left -= time.monotonic() - asked_s < slice_s
+            if num_left == 0:
                 break
         return True
 
