@@ -103,8 +103,9 @@ def test_acceptance_length_is_a_geometric_sum():
 
 def test_measured_experts_replace_the_expected_ones(flash, tmp_path: Path):
     path = tmp_path / "result.json"
-    path.write_text(json.dumps({"distinct_experts_by_width": {"1": 8.0, "4": 20.0, "7": 30.0}}))
-    table = price("flash", flash, settings(distinct_experts=read_distinct_experts(path)))
+    path.write_text(json.dumps({"model": "m", "distinct_experts_by_width": {"1": 8.0, "4": 20.0, "7": 30.0}}))
+    experts_of, distinct_experts = read_distinct_experts(path)
+    table = price("flash", flash, settings(distinct_experts=distinct_experts, experts_of=experts_of))
     # A width that was not measured is not priced, and one that is no width of the table neither.
     assert [(floor.width, floor.distinct_experts) for floor in table.widths] == [(1, 8.0), (4, 20.0)]
     uniform = {floor.width: floor.experts_gb for floor in price("flash", flash, settings()).widths}
@@ -114,7 +115,7 @@ def test_measured_experts_replace_the_expected_ones(flash, tmp_path: Path):
     # Another model's.
     with pytest.raises(UsageError, match=r"600 experts in a step, and flash has 512 in a layer"):
         price("flash", flash, settings(distinct_experts={16: 600.0}))
-    assert "experts of a layer as measured" in in_words(table)
+    assert "experts of a layer as measured with m\n" in in_words(table)
     assert "experts chosen uniformly" in in_words(price("flash", flash, settings()))
     path.write_text("{}")
     with pytest.raises(UsageError, match="has no distinct_experts_by_width"):
@@ -157,6 +158,11 @@ def test_what_cannot_be_priced_is_refused(
     experts.write_text('{"distinct_experts_by_width": {"4": 31.3}}')
     assert main([*floor, "--bandwidth", "20", "--experts", str(experts)]) == 2
     assert "has none: it was measured with another model" in capsys.readouterr().err
+    # As many as this model could have.
+    experts.write_text('{"model": "ling-3.0-tiny", "distinct_experts_by_width": {"4": 29.1}}')
+    flash = ["bench", "--floor", "-m", "ling-3.0-flash", "--bandwidth", "20", "--experts", str(experts)]
+    assert main(flash) == 2
+    assert "--experts was measured with ling-3.0-tiny, and this is ling-3.0-flash" in capsys.readouterr().err
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert main([*floor, "--device", "cuda"]) == 2
     assert "PyTorch sees 0 CUDA devices" in capsys.readouterr().err

@@ -89,6 +89,7 @@ def test_what_would_do_nothing_beside_another_mode_is_refused(words: list[str], 
         (["--bandwidth", "9", "--draft-gb", "0"], "--bandwidth and --draft-gb need --floor"),
         (["--against-model", "x", "--against-key", "y"], "--against-model and --against-key need --against"),
         (["--draft-width", "3"], "--draft-width needs --draft"),
+        (["--draft", "off", "--draft-width", "3"], "--draft-width needs --draft, which is off"),
     ],
 )
 def test_what_needs_another_option_is_refused_without_it(words: list[str], message: str, capsys):
@@ -122,6 +123,12 @@ def test_switches_that_are_not_typed_are_off(tiny: str, executions: list, capsys
     assert main(["bench", "-m", tiny, *BENCH, "--device", "cuda"]) == 0
     graph = Execution(is_captured=True, run_ahead=0, has_pdl=False, has_fused_moe=False, has_bf16_head=True)
     assert executions == [graph, None]
+
+
+def test_a_draft_that_is_off_is_no_rung_of_its_own(tiny: str, executions: list, capsys):
+    assert main(["bench", "-m", tiny, *BENCH, "--device", "cuda", "--draft", "off", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert len(executions) == 1 and "rungs" not in result
 
 
 def test_a_gpu_that_is_there_takes_the_switches(tiny: str, executions: list, monkeypatch: pytest.MonkeyPatch, capsys):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from soloist.errors import UsageError
+from soloist.hub import BUILT_IN
 from soloist.roofline import Footprint
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 16)
@@ -31,6 +32,8 @@ class FloorSettings:
     draft_bytes: float = 0.0
     # Experts read per layer by width, measured. Empty: uniform routing.
     distinct_experts: Mapping[int, float] = field(default_factory=dict)
+    # Model they were measured with; None: not known.
+    experts_of: str | None = None
     # Why this engine does not run the model on so many GPUs; None: it does.
     refusal: str | None = None
 
@@ -102,6 +105,9 @@ def price(model: str, footprint: Footprint, settings: FloorSettings) -> FloorTab
             f"--experts has {max(measured.values()):g} experts in a step, and {model} has {has}: it was measured with"
             " another model"
         )
+    known = {name.rpartition("/")[2].lower() for name in (model, settings.experts_of or model)} & BUILT_IN.keys()
+    if len(known) > 1:
+        raise UsageError(f"--experts was measured with {settings.experts_of}, and this is {model}")
     widths = []
     for width in WIDTHS:
         if measured and width not in measured:
@@ -163,15 +169,16 @@ def _parts(footprint: Footprint) -> tuple[tuple[str, float, float], ...]:
     return tuple(sorted(rows, key=lambda row: -row[2]))
 
 
-def read_distinct_experts(path: Path) -> dict[int, float]:
-    """Read measured numbers of experts from a result file.
+def read_distinct_experts(path: Path) -> tuple[str | None, dict[int, float]]:
+    """Read measured numbers of experts from a result file; give also the model's name.
 
     Raises:
         UsageError: it has none.
     """
     try:
-        by_width = json.loads(path.read_text(encoding="utf-8"))["distinct_experts_by_width"]
-        return {int(width): float(experts) for width, experts in by_width.items()}
+        result = json.loads(path.read_text(encoding="utf-8"))
+        by_width = result["distinct_experts_by_width"]
+        return result.get("model"), {int(width): float(experts) for width, experts in by_width.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
             f"{path} has no distinct_experts_by_width ({type(error).__name__}: {error}); benchmarks/decode_gpu.py and"
@@ -211,7 +218,9 @@ def in_words(table: FloorTable) -> str:
 def _experts_in_words(table: FloorTable) -> list[str]:
     if not table.widths[0].distinct_experts:
         return []
-    return ["experts of a layer as measured" if table.settings.distinct_experts else "experts chosen uniformly"]
+    s = table.settings
+    measured = f"experts of a layer as measured with {s.experts_of or 'a model without a name'}"
+    return [measured if s.distinct_experts else "experts chosen uniformly"]
 
 
 def _header() -> str:

@@ -242,8 +242,8 @@ def read_result(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} cannot be read as a result ({error})") from None
     if not isinstance(result, dict) or "case" not in result or result.get("schema") != SCHEMA:
         raise UsageError(
-            f"{path} is no result of schema {SCHEMA}: allowed is what `soloist bench --json` prints, and files with"
-            " that schema under benchmarks/results"
+            f"{path} is no result of schema {SCHEMA}: allowed is what `soloist bench --json` prints of a measurement,"
+            " and files with that schema under benchmarks/results"
         )
     return result
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _PLAIN = "plain decoding"
 _ALONE = "one alone"
+# What `--draft` is where nothing drafts.
+_OFF = "off"
 # Room beside the weights.
 _ROOM = 1.2
 # With the first of them, those that are not typed are off.
@@ -148,6 +150,8 @@ def bench(
     all their switches on, but --device-loop; with one of them typed, only those that are.
     """
     _refuse_idle_options(words)
+    if draft == _OFF:
+        draft = None
     if chart is not None:
         # Before anything is measured, that would be lost.
         _check_writable(chart)
@@ -200,7 +204,7 @@ def bench(
             weights=weights,
             weights_dtype=weights_dtype,
             dtype=dtype,
-            draft=draft if has_draft else "off",
+            draft=draft if has_draft else _OFF,
             draft_width=draft_width if has_draft else None,
             draft_weights_dtype=draft_weights_dtype if has_draft else None,
             adaptive_width=rung.is_adaptive,
@@ -270,9 +274,12 @@ def _refuse_idle_options(words: typer.Context) -> None:
         if mode in typed and (idle := [names[name] for name in typed if name not in {mode} | allowed]):
             can = ", ".join(names[name] for name in names if name in allowed)
             raise UsageError(f"{names[mode]} takes no {', '.join(idle)}; it takes {can}")
+    is_off = words.params["draft"] == _OFF
     for needed, options_of in _NEEDED.items():
-        if needed not in typed and (idle := [names[name] for name in typed if name in options_of]):
-            raise UsageError(f"{' and '.join(idle)} need{'s' * (len(idle) == 1)} {names[needed]}")
+        has_needed = needed in typed and not (needed == "draft" and is_off)
+        if not has_needed and (idle := [names[name] for name in typed if name in options_of]):
+            but = f", which is {_OFF}" if needed in typed else ""
+            raise UsageError(f"{' and '.join(idle)} need{'s' * (len(idle) == 1)} {names[needed]}{but}")
 
 
 def _check_writable(chart: Path) -> None:
@@ -328,6 +335,7 @@ def _floor(
         raise UsageError("--device says whose bandwidth is measured: leave it out where --bandwidth gives one")
     if all_reduce_us and gpus == 1:
         raise UsageError("--all-reduce-us is the time of an exchange between GPUs: add --gpus, 2 or more")
+    experts_of, distinct_experts = (None, {}) if experts is None else floor.read_distinct_experts(experts)
     settings = floor.FloorSettings(
         num_gpus=gpus,
         bandwidth_gb_per_s=bandwidth or measure_bandwidth(measured),
@@ -335,7 +343,8 @@ def _floor(
         context_len=8192 if context is None else context,
         all_reduce_us=all_reduce_us,
         draft_bytes=draft_gb * 1e9,
-        distinct_experts={} if experts is None else floor.read_distinct_experts(experts),
+        distinct_experts=distinct_experts,
+        experts_of=experts_of,
         refusal=_why_refused(model, gpus),
     )
     table = floor.price(name, footprint, settings)
