@@ -115,7 +115,7 @@ def test_the_same_prompts_go_over_in_the_same_order(fake: FakeServer):
     sent = [r["prompt"] if "prompt" in r else r["messages"][0]["content"] for r in fake.requests]
     repeats = [*workload(TEXT).repeat(0), *workload(TEXT, CHAT).repeat(1), *workload(TEXT, CHAT).repeat(2)]
     assert sent == [prompt.text for prompt in repeats]
-    assert sent[0] == "123456 First. Once upon" and sent[4] == "123456 Third. Why?"
+    assert sent[0] == "First 123456. Once upon" and sent[4] == "Third 123456. Why?"
     for request in fake.requests:
         assert request["model"] == "their-model" and request["temperature"] == 0 and request["max_tokens"] == 5
         assert request["stream_options"] == {"include_usage": True} and request["ignore_eos"]
@@ -199,6 +199,8 @@ def test_a_server_that_cannot_be_measured_is_told_so(fake: FakeServer):
     fake.list_status = 401
     with pytest.raises(ServerError, match="answered 401: give its key with --against-key"):
         Server(fake.url)
+    with pytest.raises(ServerError, match="answered 401: it refuses this key"):
+        Server(fake.url, api_key="secret")
     fake.list_status = 404
     with pytest.raises(ServerError, match=r"lists no model \(it answered 404\); name one"):
         Server(fake.url)

@@ -38,6 +38,7 @@ def test_no_repeat_begins_as_another_one_and_all_are_equally_long():
     workload = make("looping", 200)
     texts = [workload.repeat(i)[0].text for i in range(25)]
     assert len({tuple(text.split()[:2]) for text in texts}) == 25
+    assert len({text.split()[0] for text in texts[:10]}) == 10
     assert max(map(count, texts)) - min(map(count, texts)) <= 2
 
 
@@ -48,11 +49,11 @@ def test_another_run_begins_otherwise_so_that_no_server_has_read_its_prompts():
         make_workload("chat", input_tokens=None, output_tokens=16, count_tokens=count, run=run).repeat(1)[0].text
         for run in (123456, 123457)
     ]
-    assert texts[0].startswith("123456 Second. Why is") and texts[1].startswith("123457 Second. Why is")
+    assert texts[0].startswith("Second 123456. Why is") and texts[1].startswith("Second 123457. Why is")
 
 
 def test_code_begins_as_code():
-    assert make("code").repeat(0)[0].text.startswith(f"# {RUN} First.\nimport heapq\n")
+    assert make("code").repeat(0)[0].text.startswith(f"# First {RUN}.\nimport heapq\n")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -90,7 +90,8 @@ class Server:
             text = response.read()
             self._note_name(response)
             if response.status in (401, 403):
-                raise ServerError(f"{self.url} answered {response.status}: give its key with --against-key")
+                todo = "it refuses this key" if "Authorization" in self._headers else "give its key with --against-key"
+                raise ServerError(f"{self.url} answered {response.status}: {todo}")
             if response.status != 200:
                 self._why_none = f" (it answered {response.status})"
                 return None

@@ -122,7 +122,8 @@ class Workload:
 
 
 def _first_words(run: int, i: int) -> str:
-    return f"{run + i // len(_ORDINALS)} {_ORDINALS[i % len(_ORDINALS)]}. "
+    # The ordinal first: the number is a token a digit, and a server would keep them from repeat to repeat.
+    return f"{_ORDINALS[i % len(_ORDINALS)]} {run + i // len(_ORDINALS)}. "
 
 
 def make_workload(
