@@ -60,6 +60,23 @@ def test_a_table_is_measured_once_for_each_kind(target, folder: Path, tmp_path: 
     assert len(measured) == 3 == len(list((tmp_path / "step-costs").iterdir()))
 
 
+def test_steps_are_timed_behind_a_context_and_a_table_is_of_that_context(target, tmp_path: Path, monkeypatch):
+    def lengths(tokens: int, room: int) -> set[int]:
+        monkeypatch.setattr(step_costs, "_PROMPT_TOKENS", {"cpu": tokens})
+        drafter = PromptLookup(max_context_len=room, max_drafts=3, device=torch.device("cpu"))
+        engine, seen = make_engine(target, drafter, max_context_len=room), set()
+        prefill = engine.runner.prefill
+        engine.runner.prefill = lambda ids, **options: seen.add(ids.shape[0]) or prefill(ids, **options)
+        known_costs(engine, tmp_path)
+        return seen
+
+    # But for the pending token.
+    assert lengths(60, 200) == {59}
+    assert lengths(60, 200) == set(), "there is a table"
+    assert lengths(30, 200) == {29}
+    assert lengths(60, 80) == {39}
+
+
 @pytest.mark.parametrize("names", [("draft model", "recurrent draft model"), ("dspark", "dspark, chosen")])
 def test_another_draft_of_the_same_kind_has_a_table_of_its_own(target, folder: Path, tmp_path: Path, names):
     drafters = [make(name, target, folder) for name in names]

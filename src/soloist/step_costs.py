@@ -21,8 +21,9 @@ from soloist.spec.costs import StepCosts, measure_costs
 from soloist.spec.drafter import Drafter
 from soloist.spec.verify import Verdict
 
-# Prompt of the request whose steps are timed, in tokens; less where the context is shorter.
-_PROMPT_TOKENS = 64
+# Prompt of the request whose steps are timed, in tokens by device type; half of the context where that is less. Behind
+# a long one attention costs a row more. A GPU reads it in a moment, a CPU does not.
+_PROMPT_TOKENS = {"cpu": 64, "cuda": 4096}
 _PLAN = SamplingPlan.of(SamplingParams())
 
 
@@ -49,6 +50,11 @@ def known_costs(engine: Engine, cache_dir: Path) -> StepCosts:
     return agreed
 
 
+def _num_prompt_tokens(engine: Engine) -> int:
+    device = engine.runner.model.device
+    return min(_PROMPT_TOKENS[device.type], engine.runner.max_context_len // 2)
+
+
 def _key(engine: Engine) -> str:
     """Tell machines, models as they are held, and drafters apart."""
     model, device = engine.runner.model, engine.runner.model.device
@@ -61,9 +67,10 @@ def _key(engine: Engine) -> str:
     held = (model.dtype, None if report is None else sorted(report.bytes_by_format.items()))
     versions = (soloist.__version__, torch.__version__)
     # Drafts of one kind are told apart by what they read.
-    width = engine.runner.buffers.max_width
-    drafter = (engine.drafter.name, engine.drafter.max_drafts, engine.drafter.read_bytes(width, _PROMPT_TOKENS))
-    parts = (machine, model.group.size, versions, model.architecture, model.config, held, drafter, engine.execution)
+    width, behind = engine.runner.buffers.max_width, _num_prompt_tokens(engine)
+    drafter = (engine.drafter.name, engine.drafter.max_drafts, engine.drafter.read_bytes(width, behind))
+    kind = (model.architecture, model.config, held, drafter, engine.execution, behind)
+    parts = (machine, model.group.size, versions, *kind)
     return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
 
 
@@ -103,7 +110,7 @@ def measure(engine: Engine) -> StepCosts:
     runner, drafter, device = engine.runner, engine.drafter, engine.runner.model.device
     buffers = runner.buffers
     room = runner.max_context_len
-    num_prompt = min(_PROMPT_TOKENS, room // 2)
+    num_prompt = _num_prompt_tokens(engine)
     prompt = _random_tokens(buffers, num_prompt)  # (n,)
     forced = _Forced(drafter, buffers)
 
