@@ -2,9 +2,11 @@
 
 import itertools
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from soloist.bench import steps
 from soloist.bench.ladder import EAGER, ladder
@@ -15,6 +17,7 @@ from soloist.runtime.runner import ModelRunner
 from soloist.spec.drafter import NoDrafter
 from tests.scripted import RandomDrafter, TableModel
 
+ROOT = Path(__file__).parents[2]
 N = 11
 # A step takes 7 ms, and 1 ms later the next one begins.
 STEP_NS, IDLE_NS = 7_000_000, 1_000_000
@@ -58,6 +61,26 @@ def test_a_step_is_timed_from_begin_to_begin_and_idles_between_end_and_begin():
     assert figures.idle_share == pytest.approx(511 / (511 * 8 + 7))
     assert figures.acceptance_length == figures.mean_width == 1
     assert (figures.gap_share, figures.launches_per_step, figures.syncs_per_step) == (0.25, 42, 1)
+
+
+@pytest.mark.parametrize("max_drafts", [0, 3])
+def test_filling_rows_takes_as_many_launches_as_is_said(max_drafts: int):
+    launched: list[str] = []
+
+    class Listen(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            name = operator.overloadpacket.__name__
+            # A view is no launch.
+            launched.extend([name] if name not in ("select", "slice") else [])
+            return operator(*args, **(kwargs or {}))
+
+    engine = make_engine(max_drafts)
+    spread, buffers = engine.drafter, engine.runner.buffers
+    spread._drafter = NoDrafter()
+    with Listen():
+        spread.propose(buffers, engine.runner.cache.context_len)
+    assert len(launched) == 6, launched
+    assert "up to six of its launches do that" in (ROOT / "docs/bench.md").read_text()
 
 
 @pytest.mark.usefixtures("_clock")

@@ -52,7 +52,7 @@ class StepFigures:
     acceptance_length: float
     # Rows of a step, mean.
     mean_width: float
-    # Kernels and copies of a step.
+    # Kernels and copies of a step; those of `SpreadRows`, which a request has not, are among them.
     launches_per_step: int
     # Edges of its graph over which a kernel starts early; None: not captured.
     programmatic_edges: int | None
@@ -67,7 +67,10 @@ class StepFigures:
 
 
 class SpreadRows(Drafter):
-    """Has another drafter draft, then puts independent random ids into every row: for timing only."""
+    """Has another drafter draft, then puts independent random ids into every row: for timing only.
+
+    That takes up to six launches of PyTorch's, by which a step is a little dearer than that of a request.
+    """
 
     name = "spread rows"
 
