@@ -38,8 +38,7 @@ done
     --tokens "${ANSWER:-128}" --device "$DEVICE" --case "${CASE:-$(basename "${M%.gguf}")-drafts}" --out "$W/results"
 # Its reference reads the model once more, in fp32, if an answer parts from plain decoding's.
 say "measured; checking"
-soloist draft check -m "$M" --draft "$W/draft" --tokens 64
-# The card is written if that passed.
+soloist draft check -m "$M" --draft "$W/draft" --tokens 64 || say "the check did not pass: there will be no card"
 soloist draft eval -m "$M" --draft "$W/draft" --data "$DATA/held-out.jsonl" --prompts "${MEASURED:-32}" \
     -n "${ANSWER:-128}" --temperatures 0,0.7 --distinct 0.6 --licence apache-2.0
-say "done: figures in $W/results, card in $W/draft"
+say "done: figures in $W/results, the draft and its card in $W/draft"

@@ -75,8 +75,9 @@ class DraftAgreement:
         best, declared = self.best, self.declared
         if self.mean(best) < MIN_AGREEMENT:
             return (
-                f"no reading of the draft agrees with the text (the best with {self.mean(best):.2f}): it was trained"
-                " for another target or another kind of text, its mask token is wrong, or its weights are damaged"
+                f"no reading of the draft agrees with the text (the best with {self.mean(best):.2f}): it was hardly"
+                " trained, or for another target or another kind of text, its mask token is wrong, or its weights are"
+                " damaged"
             )
         found = []
         if best.layer_offset != declared.layer_offset:
