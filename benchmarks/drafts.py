@@ -284,8 +284,8 @@ def table(sets: dict[str, Any]) -> str:
 
 def measure_set(
     target: Target, settings: list[Setting], prompts: list[list[int]], max_tokens: int, stop_s: float
-) -> dict[str, Any]:
-    """Answer prompts in all settings, as many as the time allows."""
+) -> dict[str, Any] | None:
+    """Answer prompts in all settings, as many as the time allows; None: there was nothing to time."""
     answers: dict[str, list[Answer]] = {setting.name: [] for setting in settings}
     for i, prompt in enumerate(prompts):
         if i > 2 and time.perf_counter() > stop_s:
@@ -294,6 +294,12 @@ def measure_set(
         # Another order each time, so that none always comes behind the same one.
         for setting in [*settings[i % len(settings) :], *settings[: i % len(settings)]]:
             answers[setting.name].append(answer(setting.engine, prompt, max_tokens))
+    # An answer that ends in its first step has no time.
+    timed = [i for i in range(len(answers[PLAIN])) if all(own[i].num_steps > 1 for own in answers.values())]
+    if not timed:
+        return None
+    prompts = [prompts[i] for i in timed]
+    answers = {name: [own[i] for i in timed] for name, own in answers.items()}
     plain = answers[PLAIN]
     varied = [i for i, a in enumerate(plain) if distinct_ratio(a.token_ids) >= MIN_DISTINCT]
     found: dict[str, Any] = {}
@@ -351,7 +357,10 @@ def main() -> None:
         prompts = read_prompts(Path(file), reader, limit=options.prompts, max_prompt_tokens=limit, seed=0)
         gc.collect()
         stop_s = time.perf_counter() + options.seconds * (0.5 if i == 0 else 0.5 / max(len(options.set) - 1, 1))
-        sets[name] = measure_set(target, settings, prompts, options.tokens, stop_s)
+        if (found := measure_set(target, settings, prompts, options.tokens, stop_s)) is None:
+            say(f"{name}: every answer ends in its first step, nothing to time")
+            continue
+        sets[name] = found
         say(f"{name}: measured")
         write(options, target, settings, sets)
         print(table({name: sets[name]}), flush=True)

@@ -6,7 +6,7 @@ import json
 import random
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -165,3 +165,30 @@ def test_a_step_and_a_token_are_timed_behind_the_first_step(drafts):
     assert drafts.pool(drafted) == pytest.approx({"acceptance_length": 2.2, "step_ms": 3.0, "tpot_ms": 1.5})
     found = drafts.summarise(plain, drafted)
     assert found["gain"] == pytest.approx(2.0 / 1.5) and found["gain_interval"] == pytest.approx((4 / 3, 4 / 3))
+
+
+def test_answers_without_a_time_and_prompts_that_were_not_reached_are_left_out(drafts, monkeypatch):
+    def answer(engine, prompt: list[int], max_tokens: int):
+        num_tokens = prompt[0]
+        num_steps = max(num_tokens // engine.pace, 1)
+        return drafts.Answer(
+            token_ids=list(range(num_tokens)),
+            num_first=engine.pace,
+            num_steps=num_steps,
+            drafted=0,
+            accepted=0,
+            decode_s=0.01 * (num_steps - 1),
+            off_after=None,
+        )
+
+    monkeypatch.setattr(drafts, "answer", answer)
+    engines = {
+        drafts.PLAIN: SimpleNamespace(pace=1, policy="", width_rule=None),
+        "draft": SimpleNamespace(pace=2, policy="", width_rule=None),
+    }
+    settings = [drafts.Setting(name=name, engine=engine) for name, engine in engines.items()]
+    # The time is up behind three prompts; the second one's answer is a single token.
+    found = drafts.measure_set(None, settings, [[20], [1], [20], [20]], 32, stop_s=0.0)
+    assert found["num_prompts"] == 2 and found["settings"]["draft"]["num_same"] == 2
+    assert found["settings"]["draft"]["gain"] == pytest.approx(2.0)
+    assert drafts.measure_set(None, settings, [[1]], 32, stop_s=0.0) is None
