@@ -6,22 +6,18 @@
     corpus text  as `term`, on what the corpus says behind the prompts instead of the target's own answers
     AdamW        as `term`, with AdamW for everything, at its own rate
 
-All drafts are trained for the same number of steps, each in a process: side by side for `--seconds`, or for `--steps`
-and so many at once as `--parallel` says. Each then answers the same held-out prompts in the engine, greedily and at a
+All drafts are trained for the same number of steps, each in a process, as many at once as `--parallel` says. Each then
+answers the same held-out prompts in the engine, greedily and at a
 temperature of 0.7. A prompt of which any draft's answer repeats itself is left out for all of them, so that all are
 compared on the same ones. Intervals are over prompts and seeds together.
 """
 
 import argparse
-import contextlib
 import json
-import queue
 import random
 import shlex
 import sys
-import threading
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -68,9 +64,6 @@ SEEDS = (0, 1, 2)
 TEMPERATURES, MEASURED = (0.0, 0.7, 1.0), (0.0, 0.7)
 NUM_TOKENS, BATCH_SIZE, CONTEXT_LEN = 128, 2048, 512
 MIN_DISTINCT = 0.6
-WARM_STEPS, TIMED_STEPS = 5, 20
-# Seconds that processes wait for each other.
-MEETING_S = 100
 NUM_RESAMPLES = 2000
 
 
@@ -103,13 +96,13 @@ def load_target(options: argparse.Namespace) -> CausalLM:
     return load_model(options.model, device=options.device, dtype=dtype, weights_dtype="bf16" if is_gpu else "fp32")
 
 
-def make_settings(variant: str, seed: int, options: argparse.Namespace, num_steps: int) -> TrainSettings:
+def make_settings(variant: str, seed: int, options: argparse.Namespace) -> TrainSettings:
     """Give the settings of one run: those of soloist-nano's drafts, apart from the objective."""
     is_gpu = options.device != "cpu"
     return TrainSettings(
         shape=DraftShape(block_size=8, num_hidden_layers=2, markov_rank=32),
         objective=VARIANTS[variant][0],
-        num_steps=num_steps,
+        num_steps=options.steps,
         documents_per_step=options.texts_per_step,
         anchors_per_document=options.anchors,
         learning_rate=VARIANTS[variant][3],
@@ -189,62 +182,38 @@ def read_held_out(options: argparse.Namespace, tokenizer: Tokenizer) -> list[lis
     return [tokenizer.encode(json.loads(line)["prompt"]) for line in lines[: options.num_held_out]]
 
 
-def work(job: Job, texts: list[Text], barrier: Any, step_s: Any, num_steps: Any, has_steps: Any) -> None:
+def work(job: Job, texts: list[Text]) -> None:
     """Train one draft and measure it: a process."""
-    try:
-        options = job.options
-        torch.set_num_threads(1)
-        target, tokenizer = load_target(options), Tokenizer.load(options.model)
-        # Written by this program's first process.
-        store = torch.load(
-            states_file(options, job.variant), map_location=options.device, mmap=True, weights_only=False
-        )
-        if options.steps is None:
-            step_s.put(time_step(job, target, texts, tokenizer.num_tokens, store, barrier))
-        has_steps.wait()
-        settings = make_settings(job.variant, job.seed, options, num_steps.value)
-        trainer = Trainer(
-            target, texts, settings, num_tokens=tokenizer.num_tokens, folder=job.folder / "training", store=store
-        )
-        start_s = time.perf_counter()
-        trainer.run()
-        figures = trainer.measure()
-        train_s = time.perf_counter() - start_s
-        save_draft(job.folder, trainer.network, lm_head=None)
-        del trainer, store
-        engine = make_engine(target, tokenizer, job.folder, settings)
-        counts = roll_out(engine, read_held_out(options, tokenizer), options.tokens)
-        result = {
-            "variant": job.variant,
-            "seed": job.seed,
-            "device": device_name(target.device),
-            "num_texts": len(texts),
-            "train_s": train_s,
-            "settings": settings.to_json(),
-            "along_the_text": asdict(figures),
-            "counts": counts,
-        }
-        (job.folder / "result.json").write_text(json.dumps(result))
-        lengths = {t: round(length(rows), 3) for t, rows in counts.items()}
-        say(f"{job.variant}, seed {job.seed}: {train_s:.0f} s, acceptance length {lengths}")
-    except BaseException:
-        # The others must not wait for this one.
-        barrier.abort()
-        step_s.put(0.0)
-        traceback.print_exc()
-        raise
-
-
-def time_step(job: Job, target: CausalLM, texts: list[Text], num_tokens: int, store: Any, barrier: Any) -> float:
-    """Say what a step takes while all other processes train too, in seconds."""
-    settings = make_settings(job.variant, job.seed, job.options, 10**6)
-    trial = Trainer(target, texts, settings, num_tokens=num_tokens, store=store)
-    trial.run(WARM_STEPS)
-    with contextlib.suppress(threading.BrokenBarrierError):
-        barrier.wait(MEETING_S)
+    options = job.options
+    torch.set_num_threads(1)
+    target, tokenizer = load_target(options), Tokenizer.load(options.model)
+    # Written by this program's first process.
+    store = torch.load(states_file(options, job.variant), map_location=options.device, mmap=True, weights_only=False)
+    settings = make_settings(job.variant, job.seed, options)
+    trainer = Trainer(
+        target, texts, settings, num_tokens=tokenizer.num_tokens, folder=job.folder / "training", store=store
+    )
     start_s = time.perf_counter()
-    trial.run(WARM_STEPS + TIMED_STEPS)
-    return (time.perf_counter() - start_s) / TIMED_STEPS
+    trainer.run()
+    figures = trainer.measure()
+    train_s = time.perf_counter() - start_s
+    save_draft(job.folder, trainer.network, lm_head=None)
+    del trainer, store
+    engine = make_engine(target, tokenizer, job.folder, settings)
+    counts = roll_out(engine, read_held_out(options, tokenizer), options.tokens)
+    result = {
+        "variant": job.variant,
+        "seed": job.seed,
+        "device": device_name(target.device),
+        "num_texts": len(texts),
+        "train_s": train_s,
+        "settings": settings.to_json(),
+        "along_the_text": asdict(figures),
+        "counts": counts,
+    }
+    (job.folder / "result.json").write_text(json.dumps(result))
+    lengths = {t: round(length(rows), 3) for t, rows in counts.items()}
+    say(f"{job.variant}, seed {job.seed}: {train_s:.0f} s, acceptance length {lengths}")
 
 
 def states_file(options: argparse.Namespace, variant: str) -> Path:
@@ -333,9 +302,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, help="folder that corpus.py wrote")
     parser.add_argument("--out", type=Path, required=True, help="working folder")
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--seconds", type=float, default=240.0, help="of training, all side by side")
-    parser.add_argument("--steps", type=int, help="instead of --seconds")
-    parser.add_argument("--parallel", type=int, default=2, help="drafts trained at once, with --steps")
+    parser.add_argument("--steps", type=int, default=1330, help="of every draft")
+    parser.add_argument("--parallel", type=int, default=len(VARIANTS) * len(SEEDS), help="drafts trained at once")
     parser.add_argument("--seeds", type=int, default=len(SEEDS))
     parser.add_argument("--num-prompts", type=int, default=4000)
     parser.add_argument("--num-held-out", type=int, default=100)
@@ -347,22 +315,13 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _take(times: Any, count: int) -> list[float]:
-    """Take what the processes say, of those that say something."""
-    found = []
-    with contextlib.suppress(queue.Empty):
-        for _ in range(count):
-            found.append(times.get(timeout=2 * MEETING_S))
-    return found
-
-
 def train_all(options: argparse.Namespace, jobs: list[Job]) -> None:
     """Train and measure every draft, each in a process."""
     target, tokenizer = load_target(options), Tokenizer.load(options.model)
     start_s = time.perf_counter()
     texts = read_texts(options, target, tokenizer)
     say(f"{len(texts['own'])} answers in {time.perf_counter() - start_s:.0f} s")
-    layers = make_settings(REFERENCE, 0, options, 1).shape.config_for(target.config).target_layer_ids
+    layers = make_settings(REFERENCE, 0, options).shape.config_for(target.config).target_layer_ids
     for variant in ("term", "corpus text"):
         own = texts[VARIANTS[variant][1]]
         torch.save(MemoryStore(own, target, layers, target.dtype), states_file(options, variant))
@@ -370,40 +329,17 @@ def train_all(options: argparse.Namespace, jobs: list[Job]) -> None:
     if target.device.type == "cuda":
         torch.cuda.empty_cache()
     context = mp.get_context("spawn")
-    barrier, times, has_steps = context.Barrier(len(jobs)), context.Queue(), context.Event()
-    num_steps = context.Value("i", 0)
-    processes = [
-        context.Process(
-            target=work,
-            args=(job, texts[VARIANTS[job.variant][1]], barrier, times, num_steps, has_steps),
-            daemon=True,
-        )
-        for job in jobs
-    ]
-    if options.steps is not None:
-        num_steps.value = options.steps
-        has_steps.set()
-        _run(processes, options.parallel)
-        return
-    for process in processes:
-        process.start()
-    step_s = max(_take(times, len(jobs)))
-    num_steps.value = max(int(options.seconds / step_s), 10)
-    has_steps.set()
-    say(f"{len(jobs)} drafts, {1e3 * step_s:.0f} ms for a step of each, {num_steps.value} steps")
-    # While they train: they find compiled what they will run.
-    make_engine(target, tokenizer, None, make_settings(REFERENCE, 0, options, 1))
-    for process in processes:
-        process.join()
-
-
-def _run(processes: list[Any], count: int) -> None:
-    """Run processes to their end, so many at once."""
-    waiting, running = list(processes), []
+    waiting = [context.Process(target=work, args=(job, texts[VARIANTS[job.variant][1]]), daemon=True) for job in jobs]
+    running: list[Any] = []
+    is_compiled = False
     while waiting or running:
-        while waiting and len(running) < count:
+        while waiting and len(running) < options.parallel:
             running.append(waiting.pop(0))
             running[-1].start()
+        if not is_compiled:
+            # While they train: they find compiled what they will run.
+            make_engine(target, tokenizer, None, make_settings(REFERENCE, 0, options))
+            is_compiled = True
         running[0].join(1)
         running = [process for process in running if process.is_alive()]
 
@@ -419,6 +355,8 @@ def main() -> None:
     files = [job.folder / "result.json" for job in jobs]
     results = [json.loads(file.read_text()) for file in files if file.is_file()]
     say(f"{len(results)} of {len(jobs)} drafts are measured")
+    if not results:
+        raise SystemExit("there is nothing to compare; if drafts were trained, what went wrong stands above")
     compared = compare(results)
     result = Result(
         case="nano-ablation",
