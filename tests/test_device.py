@@ -35,6 +35,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[SimpleNamespac
     found = [gpu()]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(found))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found[index])
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(requirements, "HAS_TRITON", True)
@@ -51,9 +52,22 @@ def test_a_gpu_is_taken_where_there_is_one(gpus: list[SimpleNamespace]):
     assert choose_device("cpu") == CPU
     gpus.append(gpu("Slow One"))
     assert choose_device() == CUDA
-    assert choose_device("cuda:1").device == torch.device("cuda:1")
+    assert choose_device("cuda:0").device == torch.device("cuda:0")
     gpus.clear()
     assert choose_device() == CPU
+
+
+def test_another_gpu_than_the_process_is_on_is_refused(gpus: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch):
+    gpus.append(gpu("Slow One"))
+    with pytest.raises(UsageError, match=r"'cuda:1', and models of this process run on GPU 0: .* CUDA_VISIBLE_DEVICES"):
+        choose_device("cuda:1")
+    with pytest.raises(UsageError, match="'cuda:2', and PyTorch sees 2 CUDA devices"):
+        choose_device("cuda:2")
+    # As each process of several that train is on its own.
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert choose_device("cuda:1").device == torch.device("cuda:1")
+    with pytest.raises(UsageError, match="run on GPU 1"):
+        choose_device("cuda:0")
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (10, 3)])
@@ -325,6 +339,6 @@ def test_the_floor_is_that_of_the_device_that_would_be_taken(
 
 @pytest.mark.parametrize("name", ["tpu", "", "cuda:x"])
 def test_no_device_is_refused_with_those_that_are(name: str):
-    with pytest.raises(UsageError, match="allowed: auto, cpu, cuda, or one GPU as in cuda:1"):
+    with pytest.raises(UsageError, match="allowed: auto, cpu or cuda"):
         choose_device(name)
     assert loading.AUTO == "auto"

@@ -34,7 +34,7 @@ class LLM:
     """A loaded model that answers one request at a time.
 
     The models that one process has on one GPU take turns there: while one answers, the others refuse to, and to be
-    loaded. On several GPUs, or in several processes, each works by itself.
+    loaded. In several processes each works by itself.
 
     Args:
         model: a folder, a .gguf file, a hub id (`org/name[@revision]`) or a built-in name. None: the default model.
@@ -47,9 +47,9 @@ class LLM:
             where it loses. What steps cost is measured the first time.
         simulated_acceptance: tokens that a step of full width shall commit on average, whatever the model says; for
             benchmarks.
-        device: where it runs: "cpu", "cuda", one GPU as in "cuda:1", or "auto": the first GPU if kernels run there and
-            no argument is for a CPU alone (`num_threads`, float32, weights in int8 or int4), else the CPU. A warning
-            says why it is the CPU where there is a GPU.
+        device: where it runs: "cpu", "cuda", or "auto": the first GPU if kernels run there and no argument is for a CPU
+            alone (`num_threads`, float32, weights in int8 or int4), else the CPU. A warning says why it is the CPU
+            where there is a GPU. CUDA_VISIBLE_DEVICES says which GPU is the first.
         dtype: of activations and caches: "bfloat16", "float16" or "float32". None: bfloat16.
         weights: "file", or "random" to measure speed without a checkpoint.
         seed: of random weights.

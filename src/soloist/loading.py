@@ -300,7 +300,7 @@ def choose_device(
         dtype: this and the others as `LLM` takes them.
 
     Raises:
-        UsageError: there is no such device.
+        UsageError: there is no such device, or it is another GPU than this process is on.
         UnsupportedError: a GPU was asked for that no kernel runs on.
     """
     if device == AUTO:
@@ -308,13 +308,20 @@ def choose_device(
     try:
         named = torch.device(device)
     except RuntimeError:
-        raise UsageError(f"device is {device!r}; allowed: auto, cpu, cuda, or one GPU as in cuda:1") from None
+        raise UsageError(f"device is {device!r}; allowed: auto, cpu or cuda") from None
     if named.type == "cuda":
         # Those that its driver lets PyTorch use.
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (named.index or 0) >= num_gpus:
             raise UsageError(
                 f"device is {str(device)!r}, and PyTorch sees {num_gpus} CUDA devices; see `soloist doctor`"
+            )
+        current = torch.cuda.current_device()
+        if named.index not in (None, current):
+            # Kernels are launched, and steps captured, on the GPU that a thread is on.
+            raise UsageError(
+                f"device is {str(device)!r}, and models of this process run on GPU {current}: say cuda, and choose"
+                " another one by CUDA_VISIBLE_DEVICES"
             )
         _refuse_lacks([named.index] if named.index is not None else range(min(num_ranks, num_gpus)), str(device))
     return DeviceChoice(device=named)
