@@ -316,8 +316,7 @@ def choose_device(
             raise UsageError(
                 f"device is {str(device)!r}, and PyTorch sees {num_gpus} CUDA devices; see `soloist doctor`"
             )
-        current = torch.cuda.current_device()
-        if named.index not in (None, current):
+        if named.index is not None and named.index != (current := torch.cuda.current_device()):
             # Kernels are launched, and steps captured, on the GPU that a thread is on.
             raise UsageError(
                 f"device is {str(device)!r}, and models of this process run on GPU {current}: say cuda, and choose"
