@@ -56,6 +56,15 @@ def test_norm_linear_equals_its_reference(T: int):
     assert_close(out, linear.linear_ref(rms_norm_ref(x.float(), norm, EPS), weight.float(), bias.float()))
 
 
+def test_a_map_whose_inputs_are_the_rows_in_memory_is_left_to_cublas():
+    """As the shared expert's is, where a step's experts run as a prompt's."""
+    O, I = 53, 200
+    x, weight = rand(5, I, dtype=torch.bfloat16), rand(I, O, scale=I**-0.5, dtype=torch.bfloat16).t()
+    assert linear.is_step_map(x, weight.contiguous()) and not linear.is_step_map(x, weight)
+    out = linear.linear(x, weight, out_dtype=torch.float32)
+    assert_near(out, linear.linear_ref(x.float(), weight.float()), LIMITS[torch.float32])
+
+
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize(("O", "I"), [(1, 8), (29, 264), (64, 256)])
 def test_every_setting_gives_the_reference(settings: linear_triton.StripSettings, O: int, I: int):

@@ -74,7 +74,7 @@ def linear(
 
     Args:
         x: (T, I).
-        weight: (O, I) the dtype of `x`, or packed.
+        weight: (O, I) the dtype of `x`, contiguous or the transpose of what is, or packed.
         bias: (O) the dtype of `x`.
         out_dtype: dtype of the result; None: that of `x`.
 
@@ -99,10 +99,11 @@ def linear(
 
 
 def is_step_map(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Say whether a GPU's step kernel takes the product; more rows, other dtypes, wide heads go to cuBLAS."""
+    """Say whether a GPU's step kernel takes the product; cuBLAS has more rows, other dtypes or strides, wide heads."""
     T, O = x.shape[0], weight.shape[0]
     is_wide = T > MAX_ROWS_OF_WIDE_MAPS and O >= MIN_OUTPUTS_OF_WIDE_MAPS
-    return T <= linear_triton.MAX_STEP_TOKENS and x.element_size() == 2 and not is_wide
+    is_step = T <= linear_triton.MAX_STEP_TOKENS and x.element_size() == 2
+    return is_step and weight.is_contiguous() and not is_wide
 
 
 def _matrix_product(
