@@ -82,9 +82,9 @@ class MoeBench:
                 rand(s.E, s.D, scale=s.D**-0.5),
                 rand(s.E, scale=0.01, dtype=torch.float32),
                 rand(s.E, 2 * s.F, s.D, scale=s.D**-0.5),
-                rand(s.E, s.D, s.F, scale=s.F**-0.5),
+                rand(s.E, s.F, s.D, scale=s.F**-0.5).mT,
                 rand(2 * s.F, s.D, scale=s.D**-0.5),
-                rand(s.D, s.F, scale=s.F**-0.5),
+                rand(s.F, s.D, scale=s.F**-0.5).mT,
             )
             for _ in range(num_layers)
         ]

@@ -90,7 +90,7 @@ def compile_cuda() -> list[Compiled]:
     for module in (moe_step_cuda, kda_verify_cuda, kda_commit_cuda):
         module.load_kernel, module.launch = load_kernel, lambda *_, **__: None
     settings = RouterSettings(num_experts_per_tok=A, n_group=8, topk_group=4, routed_scaling_factor=2.5)
-    weights = (bf16(E, 2 * F, D), bf16(E, D, F), bf16(2 * F, D), bf16(D, F))
+    weights = (bf16(E, 2 * F, D), bf16(E, F, D).mT, bf16(2 * F, D), bf16(F, D).mT)
     step = (bf16(T, D), bf16(D), 1e-6, torch.empty(T, E), torch.empty(E), *weights, settings)
     moe_step_cuda.run_experts(*step, limit=4.0, shared_limit=5.0, width=i32(), adds_residual=True)
     rows, weights, cache, kept = kda_layer()

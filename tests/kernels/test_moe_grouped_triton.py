@@ -30,7 +30,7 @@ def check_grouped(experts: torch.Tensor, E: int, *, limit: float | None) -> None
     T, A = experts.shape
     D, F = 64, 48
     h, weights = rand(T, D), torch.rand(T, A, device=DEVICE)
-    gate_up, down = rand(E, 2 * F, D, scale=2 * D**-0.5), rand(E, D, F, scale=F**-0.5)
+    gate_up, down = rand(E, 2 * F, D, scale=2 * D**-0.5), rand(E, F, D, scale=F**-0.5).mT
     unused = sorted(set(range(E)) - set(experts.flatten().tolist()))
     gate_up[unused], down[unused] = torch.nan, torch.nan
     expected = torch.zeros(T, D, device=DEVICE)
@@ -58,6 +58,12 @@ def test_grouped_products_of_random_choices_equal_the_reference():
     check_grouped(experts, 6, limit=0.7)
 
 
+def test_down_maps_that_lie_otherwise_are_refused():
+    h, experts, weights = rand(3, 64), torch.zeros(3, 1, dtype=torch.int64, device=DEVICE), torch.ones(3, 1)
+    with pytest.raises(AssertionError, match=r"down: strides .* inputs as rows"):
+        moe_grouped_triton.run_experts(h, experts, weights, rand(2, 96, 64), rand(2, 64, 48), None)
+
+
 @pytest.mark.parametrize(("num_pairs", "E"), [(1, 1), (64, 3), (300, 7), (1000, 64)])
 def test_blocks_hold_every_pair_once_and_one_expert_each(num_pairs: int, E: int):
     experts = (torch.rand(num_pairs, device=DEVICE) ** 3 * E).long()
@@ -83,9 +89,9 @@ def make_layer(T: int, *, E: int = 4) -> dict[str, Any]:
         "router_weight": rand(E, D, scale=D**-0.5),
         "expert_bias": rand(E, scale=0.2, dtype=torch.float32),
         "gate_up": rand(E, 2 * F, D, scale=D**-0.5),
-        "down": rand(E, D, F, scale=F**-0.5),
+        "down": rand(E, F, D, scale=F**-0.5).mT,
         "shared_gate_up": rand(2 * Fs, D, scale=D**-0.5),
-        "shared_down": rand(D, Fs, scale=Fs**-0.5),
+        "shared_down": rand(Fs, D, scale=Fs**-0.5).mT,
         "settings": RouterSettings(num_experts_per_tok=2, n_group=2, topk_group=1, routed_scaling_factor=2.5),
     }
 

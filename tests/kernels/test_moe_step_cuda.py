@@ -59,9 +59,9 @@ def make_call(
         "router_weight": rand(E, D, scale=D**-0.5, dtype=BF16),
         "expert_bias": rand(E, scale=0.2, dtype=torch.float32),
         "gate_up": rand(E, 2 * F, D, scale=D**-0.5 * scale, dtype=BF16),
-        "down": rand(E, D, F, scale=F**-0.5, dtype=BF16),
+        "down": rand(E, F, D, scale=F**-0.5, dtype=BF16).mT,
         "shared_gate_up": rand(2 * Fs, D, scale=D**-0.5 * scale, dtype=BF16) if Fs else None,
-        "shared_down": rand(D, Fs, scale=Fs**-0.5, dtype=BF16) if Fs else None,
+        "shared_down": rand(Fs, D, scale=Fs**-0.5, dtype=BF16).mT if Fs else None,
         "settings": settings,
     }
 

@@ -1,5 +1,6 @@
 """What ranks hold: every value of a model once, but for what each needs whole; sizes that do not divide are named."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ from soloist.kernels.allreduce import ALONE, TensorParallel
 from soloist.kernels.packed import PackedWeight
 from soloist.models import load_model, loader
 from soloist.models.layers import DenseCausalLM
-from soloist.models.weights import Part, columns, kv_rows, rows, token_rows
-from tests.miniature import FAMILIES
+from soloist.models.loader import Placement, RandomSource
+from soloist.models.weights import Part, RecordingSource, columns, kv_rows, rows, token_rows
+from tests.miniature import FAMILIES, draw_tensors
 from tests.models.gguf_files import draw, write_gguf
 from tests.rank_program import OVERRIDES
 from tests.spec.drafters import write_small
@@ -77,6 +79,43 @@ def test_ranks_hold_half_of_a_model_and_what_all_need_alike(tmp_path: Path, fami
     caches = [model.make_cache(64) for model in (whole, parts[0])]
     if caches[0].recurrent is not None:
         assert 2 * caches[1].recurrent.state.numel() == caches[0].recurrent.state.numel()
+
+
+@pytest.mark.parametrize(
+    ("family", "routed", "shared"),
+    [
+        ("bailing_moe_v3", "mlp.experts.{e}.down_proj", "mlp.shared_experts.down_proj"),
+        ("kimi_linear", "block_sparse_moe.experts.{e}.w2", "block_sparse_moe.shared_experts.down_proj"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_inputs_of_experts_down_maps_are_the_rows_in_memory(
+    tmp_path: Path, family: str, routed: str, shared: str, size: int
+):
+    path = write_small(tmp_path / family, family, seed=3, **OVERRIDES[family])
+    stored = draw_tensors(json.loads((path / "config.json").read_text()), seed=3)
+    stacks: list[list[torch.Tensor]] = []
+    for group in ranks(size):
+        model = load_model(path, dtype=torch.float32, group=group)
+        block = model.feed_forwards[1]
+        asked = RecordingSource(torch.float32, group)
+        on_meta = type(model)(model.config, asked).feed_forwards[1]
+        for held, meta in ((block.down, on_meta.down), (block.shared_down, on_meta.shared_down)):
+            assert held.mT.is_contiguous() and held.shape[-1] != held.shape[-2]
+            assert meta.shape == held.shape and meta.stride() == held.stride()
+        stacks.append([block.down, block.shared_down])
+    down, shared_down = (torch.cat(parts, dim=-1) for parts in zip(*stacks, strict=True))
+    at = "model.layers.1."
+    wanted = torch.stack([stored[f"{at}{routed}.weight".format(e=e)].float() for e in range(len(down))])
+    assert torch.equal(down, wanted) and torch.equal(shared_down, stored[f"{at}{shared}.weight"].float())
+
+
+def test_random_experts_have_the_same_values_however_they_lie():
+    part = Part(name="{e}", shape=(5, 8), split=columns(8))
+    for group in (ALONE, *ranks(2)):
+        source = RandomSource(1, Placement(device=torch.device("cpu"), dtype=torch.float32, group=group))
+        plain, transposed = (source.experts(part, num_experts=3, is_transposed=t) for t in (False, True))
+        assert torch.equal(plain, transposed) and plain.is_contiguous() and transposed.mT.is_contiguous()
 
 
 def test_a_sum_of_bits_knows_their_order(monkeypatch: pytest.MonkeyPatch):

@@ -155,9 +155,9 @@ def moe(
         router_weight: (E, D) any float dtype; products are summed in fp32.
         expert_bias: (E) fp32.
         gate_up: (E, 2F, D) x's dtype: gate rows, then up rows.
-        down: (E, D, F) x's dtype.
+        down: (E, D, F) x's dtype; on a GPU an expert's inputs are the rows in memory, a contiguous (E, F, D).
         shared_gate_up: (2Fs, D) x's dtype, or None without a shared expert; Fs may differ from F.
-        shared_down: (D, Fs) x's dtype, or None.
+        shared_down: (D, Fs) x's dtype, which lies like `down`, or None.
         settings: the router's.
         limit: of the routed experts' SwiGLU, above 0; None: no clamp.
         shared_limit: likewise of the shared expert's.

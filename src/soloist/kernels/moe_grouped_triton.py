@@ -87,7 +87,10 @@ def grouped_down_kernel(
     BF: tl.constexpr,
     IS_FP32_DOT: tl.constexpr,
 ):
-    """out[place of the pair] = weight * W_down act. Grid: (D / BD, blocks). out (pairs, D) fp32, choices in order."""
+    """out[place of the pair] = weight * W_down act. Grid: (D / BD, blocks).
+
+    down (E, F, D), as it lies in memory; out (pairs, D) fp32, choices in order.
+    """
     block = tl.program_id(1)
     start = tl.load(block_start_ptr + block)
     end = tl.load(block_end_ptr + block)
@@ -100,7 +103,7 @@ def grouped_down_kernel(
         for o_f in range(0, F, BF):
             i_f = o_f + tl.arange(0, BF)
             b_act = tl.load(act_ptr + i_p.to(tl.int64)[:, None] * F + i_f[None, :], mask=m_p[:, None], other=0.0)
-            w_down = tl.load(down_ptr + expert * D * F + i_d[None, :] * F + i_f[:, None])
+            w_down = tl.load(down_ptr + expert * F * D + i_f[:, None] * D + i_d[None, :])
             if IS_FP32_DOT:
                 b_out += tl.dot(b_act.to(tl.float32), w_down.to(tl.float32), input_precision="ieee")
             else:
@@ -179,7 +182,7 @@ def run_experts(
         experts: (T, A) of whole numbers.
         weights: (T, A) fp32.
         gate_up: (E, 2F, D).
-        down: (E, D, F).
+        down: (E, D, F), whose inputs are the rows in memory: a contiguous (E, F, D).
         limit: of the SwiGLU, or None.
         residual: (T, D) contiguous, or None.
         shared: (T, D) fp32, what the shared expert gives, or None.
@@ -191,6 +194,7 @@ def run_experts(
     T, D = h.shape
     A = experts.shape[1]
     E, _, F = down.shape
+    assert down.mT.is_contiguous(), f"down: strides {down.stride()}, expected its inputs as rows in memory"
     if width is not None:
         i_t = torch.arange(T, device=h.device)
         experts = experts.where((i_t < width)[:, None], E)

@@ -111,7 +111,9 @@ class MixtureOfExperts:
         # Every rank has a slice of every expert: whichever are chosen, the ranks read as much.
         parts = (Part(name=name, shape=(F, D), split=rows(F)) for name in (gate, up))
         self.gate_up = weights.experts(*parts, num_experts=E)  # (E, 2F, D)
-        self.down = weights.experts(Part(name=down, shape=(D, F), split=columns(F)), num_experts=E)  # (E, D, F)
+        # With inputs as rows in memory, what a step reads at a time is as long on any number of ranks.
+        down_part = Part(name=down, shape=(D, F), split=columns(F))
+        self.down = weights.experts(down_part, num_experts=E, is_transposed=True)  # (E, D, F)
 
         self.shared_gate_up, self.shared_down = None, None
         if s.shared_intermediate_size is not None:
@@ -120,7 +122,7 @@ class MixtureOfExperts:
             parts = (Part(name=f"{shared}{n}_proj.weight", shape=(Fs, D), split=rows(Fs)) for n in ("gate", "up"))
             self.shared_gate_up = weights.experts(*parts, num_experts=1)[0]
             shared_down = Part(name=f"{shared}down_proj.weight", shape=(D, Fs), split=columns(Fs))
-            self.shared_down = weights.experts(shared_down, num_experts=1)[0]
+            self.shared_down = weights.experts(shared_down, num_experts=1, is_transposed=True)[0]
         # What is read behind the block: the model's to say.
         self.next_weight: Weight | None = None
 

@@ -90,8 +90,8 @@ class CountingSource(WeightSource):
         self._add((part,), held_bytes(tensor))
         return tensor
 
-    def experts(self, *parts: Part, num_experts: int) -> torch.Tensor:
-        stacked = self.source.experts(*parts, num_experts=num_experts)
+    def experts(self, *parts: Part, num_experts: int, is_transposed: bool = False) -> torch.Tensor:
+        stacked = self.source.experts(*parts, num_experts=num_experts, is_transposed=is_transposed)
         self._add(parts, held_bytes(stacked), num_experts)
         if num_experts > 1:
             for part in parts:

@@ -140,7 +140,7 @@ class LoadingSource(WeightSource):
 
     @abstractmethod
     def _fill(self, part: Part, destination: torch.Tensor, init: Init) -> int:
-        """Write what this rank holds of a part into `destination`, contiguous; give the bytes that were read."""
+        """Write what this rank holds of a part into `destination`, of any strides; give the bytes that were read."""
 
     def report(self) -> LoadReport:
         """Say what was loaded since the source was made."""
@@ -202,13 +202,11 @@ class LoadingSource(WeightSource):
     def tensor(self, part: Part, *, dtype: torch.dtype | None = None, init: Init = "ones") -> torch.Tensor:
         return self._count_dense(self._stack((part,), dtype or self.dtype, init))
 
-    def experts(self, *parts: Part, num_experts: int) -> torch.Tensor:
+    def experts(self, *parts: Part, num_experts: int, is_transposed: bool = False) -> torch.Tensor:
         shapes = [part.held_shape(self.group) for part in parts]
-        num_rows = [shape[0] for shape in shapes]
-        shape = (num_experts, sum(num_rows), *shapes[0][1:])
-        stacked = torch.empty(shape, dtype=self.dtype, device=self.device)  # (E, rows, I)
+        stacked = self._empty_experts(shapes, num_experts, is_transposed)  # (E, rows, I)
         for expert in range(num_experts):
-            for part, destination in zip(parts, stacked[expert].split(num_rows), strict=True):
+            for part, destination in zip(parts, stacked[expert].split([n for n, *_ in shapes]), strict=True):
                 one = replace(part, name=part.name.format(e=expert))
                 self._advance(self._fill(one, destination, "normal"))
         return self._count_dense(stacked)
@@ -246,13 +244,13 @@ class RandomSource(LoadingSource):
         self._generator = torch.Generator(placement.device)
 
     def _fill(self, part: Part, destination: torch.Tensor, init: Init) -> int:
-        if part.split is not None and self.group.size > 1:
-            # Drawn whole, so that every number of ranks has the same model.
-            whole = torch.empty(part.shape, dtype=destination.dtype, device=self.device)
-            self._draw(part.name, whole, init)
-            return part.copy_held(whole, destination, self.group)
-        self._draw(part.name, destination, init)
-        return destination.numel() * destination.element_size()
+        if destination.is_contiguous() and (part.split is None or self.group.size == 1):
+            self._draw(part.name, destination, init)
+            return destination.numel() * destination.element_size()
+        # Drawn whole and row by row, so that neither the number of ranks nor the order in memory changes a value.
+        whole = torch.empty(part.shape, dtype=destination.dtype, device=self.device)
+        self._draw(part.name, whole, init)
+        return part.copy_held(whole, destination, self.group)
 
     def _draw(self, name: str, destination: torch.Tensor, init: Init) -> None:
         digest = hashlib.blake2b(f"{self._seed}:{name}".encode(), digest_size=8).digest()

@@ -6,7 +6,7 @@ knows about files, formats, dtypes and packing.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -171,8 +171,17 @@ class WeightSource(ABC):
         """Read a small tensor (norm weight, bias, decay), in `dtype` if given; `init`: how random weights are drawn."""
 
     @abstractmethod
-    def experts(self, *parts: Part, num_experts: int) -> torch.Tensor:
-        """Read every expert's maps and stack them: (E, sum of out, in). `{e}` in each name runs over the experts."""
+    def experts(self, *parts: Part, num_experts: int, is_transposed: bool = False) -> torch.Tensor:
+        """Read every expert's maps and stack them: (E, sum of out, in). `{e}` in each name runs over the experts.
+
+        `is_transposed`: an expert's inputs are the rows in memory, which is a contiguous (E, in, sum of out).
+        """
+
+    def _empty_experts(self, shapes: Sequence[tuple[int, ...]], num_experts: int, is_transposed: bool) -> torch.Tensor:
+        """Allocate what `experts` returns for maps of these shapes: (E, sum of out, in)."""
+        shape = (num_experts, sum(n for n, *_ in shapes), *shapes[0][1:])
+        order = (0, 2, 1) if is_transposed else (0, 1, 2)
+        return torch.empty_permuted(shape, order, dtype=self.dtype, device=self.device)
 
 
 class RecordingSource(WeightSource):
@@ -220,8 +229,7 @@ class RecordingSource(WeightSource):
     def tensor(self, part: Part, *, dtype: torch.dtype | None = None, init: Init = "ones") -> torch.Tensor:
         return self._record(part, dtype)
 
-    def experts(self, *parts: Part, num_experts: int) -> torch.Tensor:
+    def experts(self, *parts: Part, num_experts: int, is_transposed: bool = False) -> torch.Tensor:
         for expert in range(num_experts):
             shapes = [self._note(part.name.format(e=expert), part) for part in parts]
-        num_rows = sum(n for n, *_ in shapes)
-        return torch.empty((num_experts, num_rows, *shapes[0][1:]), dtype=self.dtype, device="meta")
+        return self._empty_experts(shapes, num_experts, is_transposed)

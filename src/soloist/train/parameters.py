@@ -59,8 +59,8 @@ class TrainableSource(WeightSource):
             self.fp32_names.add(part.name)
         return self.stored[part.name]
 
-    def experts(self, *parts: Part, num_experts: int) -> torch.Tensor:
-        stacked = self._source.experts(*parts, num_experts=num_experts)
+    def experts(self, *parts: Part, num_experts: int, is_transposed: bool = False) -> torch.Tensor:
+        stacked = self._source.experts(*parts, num_experts=num_experts, is_transposed=is_transposed)
         for expert in range(num_experts):
             self._record(stacked[expert], [Part(name=p.name.format(e=expert), shape=p.shape) for p in parts])
         return stacked
