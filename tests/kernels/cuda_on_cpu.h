@@ -25,6 +25,10 @@ using std::min;
 
 struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
+static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
+static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 template <class To, class From> static To cpu_bits(From from) {
     To to;
@@ -94,6 +98,46 @@ static unsigned __reduce_max_sync(unsigned, unsigned x) {
 static unsigned __ballot_sync(unsigned, bool x) {
     return cpu_reduce(unsigned(x) << threadIdx.x % 32, [](unsigned a, unsigned b) { return a | b; });
 }
+
+// A barrier in shared memory, of arrivals and of bytes that are to come.
+struct Mbarrier {
+    unsigned char size, pending;
+    unsigned short phase;
+    int bytes;
+};
+static void cpu_end_phase(Mbarrier* p) {
+    if (p->pending || p->bytes) return;
+    p->pending = p->size;
+    ++p->phase;
+}
+static void init_mbarrier(Mbarrier* p, int arrivals) { *p = {(unsigned char)arrivals, (unsigned char)arrivals, 0, 0}; }
+static void publish_mbarriers() {}
+static void arrive(Mbarrier* p) { --p->pending, cpu_end_phase(p); }
+static void expect_bytes(Mbarrier* p, int num_bytes) { p->bytes += num_bytes, arrive(p); }
+static void wait_for_phase(Mbarrier* p, int parity) {
+    while ((p->phase & 1) == parity) cpu_yield();
+}
+static void copy_to_shared(void* to, const void* from, int num_bytes, Mbarrier* p) {
+    std::memcpy(to, from, num_bytes);
+    p->bytes -= num_bytes, cpu_end_phase(p);
+}
+
+static std::vector<const unsigned short*> cpu_rows;
+// Element i of row r of the tile whose rows the lanes from 8 * tile on gave.
+template <int N, bool IS_TRANSPOSED> static void cpu_load_tiles(unsigned (&w)[N], const void* row) {
+    const int me = threadIdx.x, warp = me / 32, g = me % 32 / 4, piece = me % 4;
+    cpu_rows.resize(cpu_fibers.size());
+    cpu_rows[me] = (const unsigned short*)row;
+    cpu_warps[warp].wait();
+    for (int tile = 0; tile < N; ++tile) {
+        const unsigned short* const* rows = &cpu_rows[warp * 32 + tile * 8];
+        w[tile] = IS_TRANSPOSED ? rows[2 * piece][g] | rows[2 * piece + 1][g] << 16
+                                : rows[g][2 * piece] | rows[g][2 * piece + 1] << 16;
+    }
+    cpu_warps[warp].wait();
+}
+static void load_tiles(unsigned (&w)[4], const void* row) { cpu_load_tiles<4, false>(w, row); }
+static void load_transposed_tiles(unsigned (&w)[2], const void* row) { cpu_load_tiles<2, true>(w, row); }
 
 struct CpuFragments { unsigned a[4], b[2]; };
 static std::vector<CpuFragments> cpu_fragments;

@@ -1,4 +1,4 @@
-"""A step's experts in CUDA C++: the choice and the sums are the reference's, and rows do not know of each other."""
+"""A step's experts in CUDA C++: the choice and the sums are the reference's, and company changes a row by rounding."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,11 +27,21 @@ FLASH = RouterSettings(num_experts_per_tok=8, n_group=8, topk_group=4, routed_sc
 LIMIT = Limit(rms=4e-3, worst_row=1e-2)
 
 
+# Of a launch on a CPU, side by side.
+NUM_PROGRAMS = 3
+
+
 @pytest.fixture(autouse=True)
 def _on_this_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if IS_INTERPRETED:
-        monkeypatch.setattr(moe_step_cuda, "load_kernel", cuda_on_cpu.load_kernel)
+
+        def load_kernel(source: str, name: str, definitions: tuple[tuple[str, str], ...], device: torch.device) -> Any:
+            side_by_side = (("CLUSTER", dict(definitions)["NUM_PROGRAMS"]),)
+            return cuda_on_cpu.load_kernel(source, name, definitions + side_by_side, device)
+
+        monkeypatch.setattr(moe_step_cuda, "load_kernel", load_kernel)
         monkeypatch.setattr(moe_step_cuda, "launch", cuda_on_cpu.launch)
+        monkeypatch.setattr(moe_step_cuda, "_num_programs", lambda _: NUM_PROGRAMS)
     with nan_in_fresh_memory():
         yield
 
@@ -100,13 +110,15 @@ def check(call: dict[str, Any], **options: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_shared", [0, 1, 2])
-@pytest.mark.parametrize("T", [1, 2, 16] if IS_INTERPRETED else range(1, 17))
+@pytest.mark.parametrize("T", [1, 2, 8, 9, 16] if IS_INTERPRETED else range(1, 17))
 def test_a_step_equals_its_reference(T: int, num_shared: int):
     check(make_call(T, num_shared=num_shared))
 
 
 @pytest.mark.parametrize(
-    ("settings", "E", "D", "F"), [(PLAIN, 64, 96, 512), (FLASH, 512, 32, 32)], ids=["no groups", "many experts"]
+    ("settings", "E", "D", "F"),
+    [(PLAIN, 64, 96, 512), (FLASH, 512, 32, 32), (GROUPED, 32, 2560, 12)],
+    ids=["no groups", "many experts", "an odd width"],
 )
 @pytest.mark.parametrize("T", [1, 7])
 def test_other_sizes_and_routers_equal_the_reference(T: int, settings: RouterSettings, E: int, D: int, F: int):
@@ -118,43 +130,39 @@ def test_a_group_may_be_one_expert():
     check(make_call(3, E=32, D=32, F=32, settings=settings))
 
 
+def can_run(call: dict[str, Any]) -> bool:
+    return moe_step_cuda.can_run(call["x"], call["down"], call["shared_down"], call["settings"])
+
+
 @pytest.mark.parametrize(
-    ("sizes", "message"),
+    "sizes",
     [
-        ({"D": 36}, "hidden size of 36"),
-        ({"D": 5640, "E": 32, "F": 8}, "hidden size up to 5632"),
-        ({"E": 40}, "40 of them"),
-        ({"F": 12}, "experts of size 12"),
+        {"D": 48},
+        {"D": 4096},
+        {"E": 40},
+        {"E": 1056, "F": 8, "D": 32},
+        {"settings": replace(PLAIN, num_experts_per_tok=32), "E": 1024, "F": 8, "D": 32},
     ],
+    ids=str,
 )
-def test_what_has_no_kernel_is_refused_by_name(sizes: dict[str, int], message: str):
-    with pytest.raises(UnsupportedError, match=message):
-        run(make_call(2, **sizes))
+def test_a_step_of_other_sizes_runs_as_a_prompt(sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    call = make_call(9, **sizes)
+    assert not can_run(call)
+    assert can_run(make_call(9, D=2560, E=512, F=8, settings=FLASH))
+    launch_kernels(monkeypatch, moe)
+    monkeypatch.setattr(moe, "_moe_prompt", lambda x, *_, **__: "as a prompt")
+    assert moe.moe(**call) == "as a prompt"
 
 
-def test_a_choice_beyond_the_shared_memory_is_refused_by_name():
-    settings = replace(PLAIN, num_experts_per_tok=32)
-    for E in (512, 1024):
-        with pytest.raises(UnsupportedError, match=rf"32 experts a token of {E}, .* takes 49412 bytes"):
-            run(make_call(2, E=E, D=32, F=8, num_shared=0, settings=settings))
-    # One token has few slots, and one expert less fits; the source holds the launcher's count to its own.
-    for T, num_chosen in ((1, 32), (2, 31)):
-        check(make_call(T, E=512, D=32, F=8, settings=replace(settings, num_experts_per_tok=num_chosen)))
+def test_a_choice_that_takes_too_much_shared_memory_is_not_the_kernels():
+    def call(T: int, num_chosen: int) -> dict[str, Any]:
+        settings = replace(PLAIN, num_experts_per_tok=num_chosen)
+        return make_call(T, E=1024, D=32, F=8, num_shared=0, settings=settings)
 
-
-def test_rows_beside_a_large_choice_are_refused_by_name_and_activations_left_where_they_are(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    def settings(num_chosen: int) -> RouterSettings:
-        return replace(PLAIN, num_experts_per_tok=num_chosen)
-
-    with pytest.raises(UnsupportedError, match=r"hidden size of 5632, .* with the rows 237828, where 232448 are"):
-        run(make_call(16, E=256, D=5632, F=8, num_shared=0, settings=settings(16)))
-    launched: list[dict[str, int]] = []
-    monkeypatch.setattr(moe_step_cuda, "launch", lambda *args, **options: launched.append(options))
-    # Activations of 150784 bytes: less than 160 KiB, and more than is left beside 496 slots.
-    run(make_call(16, E=512, D=32, F=152, num_shared=0, settings=settings(31)))
-    assert launched == [{"shared_bytes": 16 * 32 * 2 + 18 * 16 * 32 * 4}]
+    assert not can_run(call(16, 32))
+    # One token has few slots, and fewer experts a token fit; the source holds the launcher's count to its own.
+    for T, num_chosen in ((1, 32), (2, 32), (16, 24)):
+        check(call(T, num_chosen))
 
 
 def test_another_dtype_is_refused_by_name():
@@ -195,13 +203,14 @@ def test_rows_past_the_width_come_back_unchanged_and_read_no_expert(width: int):
     assert torch.equal(out[width:], call["x"][width:])
 
 
-def test_a_row_has_the_same_bits_in_any_company_and_at_any_width():
+def test_a_row_is_the_same_in_any_company_but_for_where_sums_are_cut():
     call = make_call(6)
     logits = logits_of(call)
     together = run(call, logits=logits)
     for rows in (slice(0, 1), slice(2, 3), slice(1, 4)):
         alone = run(call | {"x": call["x"][rows].clone()}, logits=logits[rows].contiguous())
-        assert torch.equal(alone, together[rows])
+        assert (alone != together[rows]).float().mean() < 0.02
+        assert_near(alone, together[rows], Limit(rms=5e-4, worst_row=1e-3))
 
 
 @pytest.mark.parametrize("T", [1, 16])

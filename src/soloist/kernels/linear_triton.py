@@ -66,9 +66,10 @@ def settings_for(num_outputs: int, num_inputs: int, *, has_gate: bool = False) -
     if num_inputs > 4096:
         # Long rows: two programs to a multiprocessor, most of their weights on the way at once.
         return StripSettings(warps=4, run=4, tiles=1, ahead=6, outputs=min(max(triton.cdiv(num_outputs, 256), 1), 8))
-    # Between one and two programs to a multiprocessor some would work twice as long as others.
-    outputs = 10 if 2112 < num_outputs < 4096 else 16
-    return StripSettings(warps=4, run=4, tiles=2, ahead=3, outputs=outputs)
+    if num_outputs <= 1056 and num_inputs > 2048:
+        # A program to a multiprocessor at most: many rows' inputs take longer than a few weights.
+        return StripSettings(warps=4, run=4, tiles=1, ahead=6, outputs=8)
+    return StripSettings(warps=4, run=4, tiles=2, ahead=3, outputs=16)
 
 
 @triton.jit

@@ -188,7 +188,7 @@ def moe(
     layer = (x, norm_weight, eps, router_weight, expert_bias, gate_up, down, shared_gate_up, shared_down, settings)
     if use_reference(x):
         return moe_ref(*layer, limit=limit, shared_limit=shared_limit, width=width, adds_residual=adds_residual)
-    if dims["T"] > moe_step_cuda.MAX_ROWS or not has_fused_experts():
+    if not has_fused_experts() or not moe_step_cuda.can_run(x, down, shared_down, settings):
         return _moe_prompt(*layer, limit=limit, shared_limit=shared_limit, width=width, adds_residual=adds_residual)
     logits = norm_linear(x, norm_weight, eps, router_weight, out_dtype=torch.float32)
     step = (x, norm_weight, eps, logits, expert_bias, gate_up, down, shared_gate_up, shared_down, settings)

@@ -5,12 +5,14 @@ One program per multiprocessor, all there at once:
 1. Each chooses the experts from the router's logits by itself and normalises the rows: that costs less than waiting for
    another launch. What was chosen becomes a list of slots: the shared expert's, then each distinct expert once, in
    ascending order, with the tokens that take it.
-2. A warp takes the gate and up row of one (slot, f) at a time: weights in registers, times the slot's tokens alone, so
-   the arithmetic grows with the choices and not with slots times tokens, and CUDA cores keep up with the memory.
-3. A warp that has no more of these asks for the weights of its outputs of D, waits until all programs have come as far,
-   and sums over the slots.
+2. An expert's width f has one row of D in each of its three maps: gate, up, and W_down transposed. All such rows of all
+   slots are one list, of which each program has an equal share. It takes eight f at a time: gate and up of all tokens,
+   then, weighted, their part of all D outputs, so that no program waits for another between the maps. Rows come through
+   a ring in shared memory, copied whole and ahead of their use, and meet the tokens on tensor cores.
+3. A program leaves its sums of the tokens that it had a part of, waits until all have, and adds up a few columns.
 
-A row's sum runs over its own slots in ascending order: it has the same bits in any company and at any width.
+Weights are read once, in one stream from the choice to the end. Sums are fp32 in an order that is fixed for a step;
+where shares end depends on all its tokens, so a row may round otherwise in other company.
 """
 
 from functools import cache
@@ -28,12 +30,14 @@ from soloist.kernels.read_ahead import shares
 MAX_ROWS = 16
 # Bytes of the next launch's weights that the experts ask for, measured on one H200, `docs/log.md`.
 READ_AHEAD_BYTES = 6 << 20
-# Shared memory that activations may take, a program in all, and of that what has its size at compile time.
-_SHARED_BYTES = 160 * 1024
+# Shared memory of a program, and of that what has its size at compile time.
 _MAX_SHARED_BYTES = 227 * 1024
 _MAX_STATIC_BYTES = 48 * 1024
-# Largest hidden size of which MAX_ROWS rows and every lane's sums fit the shared memory beside the choice.
-_MAX_HIDDEN = 5632
+# Rows of a map that are copied at a time, a stage of the ring, and how many stages there are: the least that keeps
+# copies on their way, and the most that gains something while there is room for the launches before and behind.
+_UNIT = 8
+_MIN_STAGES, _MAX_STAGES = 3, 4
+_ROOM_BYTES = 19 * 1024
 
 _SOURCE = (
     PRELUDE
@@ -42,27 +46,68 @@ constexpr int THREADS = WARPS * 32;
 constexpr int PER_LANE = NUM_EXPERTS / 32;
 constexpr int LANES_PER_GROUP = 32 / NUM_GROUPS;
 constexpr int MAX_SLOTS = NUM_SHARED + (ROWS * NUM_CHOSEN < NUM_EXPERTS ? ROWS * NUM_CHOSEN : NUM_EXPERTS);
-// A token's choices: the shared slots, then its experts.
-constexpr int CHOICES = NUM_SHARED + NUM_CHOSEN;
-// 16-byte pieces of a row of D and of F, and how many of them a lane takes.
-constexpr int D_PIECES = HIDDEN / 8, F_PIECES = WIDTH / 8;
-constexpr int D_LOADS = (D_PIECES + 31) / 32, F_LOADS = (F_PIECES + LANES_PER_OUTPUT - 1) / LANES_PER_OUTPUT;
-constexpr int OUTPUTS_PER_WARP = 32 / LANES_PER_OUTPUT;
+// A unit is up to UNIT rows of each of an expert's three maps; a stage holds those of one map.
+// 16 bytes more than a row, so that eight rows begin in different banks.
+constexpr int ROW_BYTES = HIDDEN * 2, PITCH = ROW_BYTES + 16, STAGE_BYTES = UNIT * PITCH;
+// Tokens come in tiles of eight. Half of the warps take gate, half up; each a part of the inputs, STEPS times 32.
+constexpr int TOKEN_TILES = ROWS > 8 ? 2 : 1, SPLIT = WARPS / 2;
+constexpr int INPUT_TILES = HIDDEN / 32, STEPS = (INPUT_TILES + SPLIT - 1) / SPLIT;
+constexpr int D_TILES = HIDDEN / 16, TILES = (D_TILES + WARPS - 1) / WARPS;
+constexpr int D_PIECES = HIDDEN / 8, D_LOADS = (D_PIECES + 31) / 32;
 
 #ifdef __CUDACC__
-__device__ unsigned long long load_acquire(const unsigned long long* p) {
-    unsigned long long x;
-    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(x) : "l"(p) : "memory");
-    return x;
+// Programs meet: all that any of them wrote before is there behind it. `arrivals`: how many have ever come.
+__device__ void wait_for_all_programs(unsigned long long* arrivals) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        unsigned long long before, now;
+        asm volatile("atom.add.release.gpu.global.u64 %0, [%1], 1;" : "=l"(before) : "l"(arrivals) : "memory");
+        const unsigned long long all = (before / NUM_PROGRAMS + 1) * NUM_PROGRAMS;
+        do
+            asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(now) : "l"(arrivals) : "memory");
+        while (now < all);
+    }
+    __syncthreads();
 }
-__device__ unsigned long long add_release(unsigned long long* p) {
-    unsigned long long before;
-    asm volatile("atom.add.release.gpu.global.u64 %0, [%1], 1;" : "=l"(before) : "l"(p) : "memory");
-    return before;
+typedef unsigned long long Mbarrier;
+__device__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+__device__ void init_mbarrier(Mbarrier* p, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(p)), "r"(arrivals) : "memory");
+}
+__device__ void publish_mbarriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ void arrive(Mbarrier* p) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(p)) : "memory");
+}
+// Arrives, for a phase that ends once so many bytes have been copied too.
+__device__ void expect_bytes(Mbarrier* p, int num_bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(p)), "r"(num_bytes)
+                 : "memory");
+}
+__device__ void wait_for_phase(Mbarrier* p, int parity) {
+    unsigned is_over = 0;
+    while (!is_over)
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(is_over) : "r"(shared_address(p)), "r"(parity) : "memory");
+}
+// Of what is read once: it is the first to leave the L2.
+__device__ void copy_to_shared(void* to, const void* from, int num_bytes, Mbarrier* p) {
+    unsigned long long policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+        ::"r"(shared_address(to)), "l"(from), "r"(num_bytes), "r"(shared_address(p)), "l"(policy) : "memory");
+}
+// Tiles of 8 x 8 bf16, a lane's `row` is row lane % 8 of tile lane / 8; each lane gets its pair of every tile.
+__device__ void load_tiles(unsigned (&w)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(shared_address(row)) : "memory");
+}
+__device__ void load_transposed_tiles(unsigned (&w)[2], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(w[0]), "=r"(w[1]) : "r"(shared_address(row)) : "memory");
 }
 #else
-__device__ unsigned long long load_acquire(const unsigned long long* p) { return *p; }
-__device__ unsigned long long add_release(unsigned long long* p) { return (*p)++; }
+__device__ void wait_for_all_programs(unsigned long long*) { arrive_at_cluster(), wait_for_cluster(); }
 #endif
 
 __device__ void multiply(const uint4& w, const uint4& x, float& even, float& odd) {
@@ -82,6 +127,18 @@ __device__ unsigned key_of(float x) {
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
+// How many lanes have a larger key, or an equal one and come before.
+__device__ int rank_of(unsigned key) {
+    const int lane = threadIdx.x % 32;
+    int rank = 0;
+#pragma unroll
+    for (int l = 0; l < 32; ++l) {
+        const unsigned other = __shfl_sync(FULL, key, l);
+        rank += other > key || (other == key && l < lane);
+    }
+    return rank;
+}
+
 // Lane l's run of PER_LANE floats.
 __device__ void load_run(const float* from, float* to) {
     const float* p = from + threadIdx.x % 32 * PER_LANE;
@@ -98,12 +155,11 @@ __device__ void load_run(const float* from, float* to) {
 }
 
 struct Choice {
-    // Per slot: its expert (the shared ones are NUM_EXPERTS and up) and the tokens that take it, as bits; per slot and
-    // token the weight, and which of the token's choices it is.
+    // Per slot: its expert, unless it is a shared one, and the tokens that take it, as bits; per slot and token the
+    // weight.
     int expert[MAX_SLOTS];
     unsigned tokens[MAX_SLOTS];
     float weight[MAX_SLOTS * ROWS];
-    unsigned char place[MAX_SLOTS * ROWS];
     int num_slots;
     unsigned active[32];
     int before[32];
@@ -113,7 +169,8 @@ struct Choice {
 static_assert(sizeof(Choice) == CHOICE_BYTES, "the launcher counts on another size");
 
 // One token by one warp: lane l holds the experts l * PER_LANE and up, so a group of experts is a run of lanes.
-__device__ void choose_of_token(Choice& s, int t, const float* logits, const float* add) {
+// `candidates`: 32 of the warp's own.
+__device__ void choose_of_token(Choice& s, int t, const float* logits, const float* add, uint2* candidates) {
     const int lane = threadIdx.x % 32;
     const float* row = logits + (size_t)t * NUM_EXPERTS;
     float score[PER_LANE];
@@ -147,42 +204,64 @@ __device__ void choose_of_token(Choice& s, int t, const float* logits, const flo
 #pragma unroll
             for (int j = 0; j < PER_LANE; ++j) key[j] = 0;
     }
-    unsigned taken = 0;
-    for (int a = 0; a < NUM_CHOSEN; ++a) {
-        unsigned best = 0, equal = 0;
+    // As many lanes as experts are chosen have a key that is not below `bound`, so no key below it is chosen.
+    unsigned best = 0, is_candidate = 0;
 #pragma unroll
-        for (int j = 0; j < PER_LANE; ++j) best = max(best, key[j]);
-        const unsigned highest = __reduce_max_sync(FULL, best);
-        if (lane == __ffs(__ballot_sync(FULL, best == highest)) - 1) {
+    for (int j = 0; j < PER_LANE; ++j) best = max(best, key[j]);
+    const unsigned bound = __shfl_sync(FULL, best, __ffs(__ballot_sync(FULL, rank_of(best) == NUM_CHOSEN - 1)) - 1);
 #pragma unroll
-            for (int j = 0; j < PER_LANE; ++j) equal |= unsigned(key[j] == highest) << j;
-            const int lowest = __ffs(equal) - 1;
+    for (int j = 0; j < PER_LANE; ++j) is_candidate |= unsigned(key[j] && key[j] >= bound) << j;
+    int behind = __popc(is_candidate);
+    for (int o = 1; o < 32; o <<= 1) {
+        const int other = __shfl_up_sync(FULL, behind, o);
+        if (lane >= o) behind += other;
+    }
+    const int num_candidates = __shfl_sync(FULL, behind, 31);
+    if (num_candidates <= 32) {
+        // One a lane, in ascending order of experts.
+        uint2* mine = candidates + behind - __popc(is_candidate);
 #pragma unroll
-            for (int j = 0; j < PER_LANE; ++j) key[j] = j == lowest ? 0 : key[j];
-            taken |= 1u << lowest;
-            s.chosen[t * NUM_CHOSEN + a] = lane * PER_LANE + lowest;
+        for (int j = 0; j < PER_LANE; ++j)
+            if (is_candidate >> j & 1u) *mine++ = make_uint2(key[j], lane * PER_LANE + j);
+        __syncwarp();
+        const uint2 candidate = lane < num_candidates ? candidates[lane] : make_uint2(0, 0);
+        const int rank = rank_of(candidate.x);
+        if (rank < NUM_CHOSEN) {
+            s.chosen[t * NUM_CHOSEN + rank] = candidate.y;
+            atomicOr(&s.active[candidate.y / PER_LANE], 1u << candidate.y % PER_LANE);
         }
+    } else {
+        unsigned taken = 0;
+        for (int a = 0; a < NUM_CHOSEN; ++a) {
+            unsigned best = 0, equal = 0;
+#pragma unroll
+            for (int j = 0; j < PER_LANE; ++j) best = max(best, key[j]);
+            const unsigned highest = __reduce_max_sync(FULL, best);
+            if (lane == __ffs(__ballot_sync(FULL, best == highest)) - 1) {
+#pragma unroll
+                for (int j = 0; j < PER_LANE; ++j) equal |= unsigned(key[j] == highest) << j;
+                const int lowest = __ffs(equal) - 1;
+#pragma unroll
+                for (int j = 0; j < PER_LANE; ++j) key[j] = j == lowest ? 0 : key[j];
+                taken |= 1u << lowest;
+                s.chosen[t * NUM_CHOSEN + a] = lane * PER_LANE + lowest;
+            }
+        }
+        if (taken) atomicOr(&s.active[lane], taken);
     }
     __syncwarp();
     const float mine = lane < NUM_CHOSEN ? sigmoid(row[s.chosen[t * NUM_CHOSEN + lane]]) : 0.f;
     const float factor = ROUTED_SCALE / (sum_of_lanes(mine) + 1e-20f);
     if (lane < NUM_CHOSEN) s.chosen_weight[t * NUM_CHOSEN + lane] = mine * factor;
-    if (taken) atomicOr(&s.active[lane], taken);
 }
 
-__device__ void choose_experts(Choice& s, int num_tokens, const float* logits, const float* add) {
+__device__ void choose_experts(Choice& s, int num_tokens, const float* logits, const float* add, uint2* candidates) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (int i = threadIdx.x; i < MAX_SLOTS; i += THREADS) {
-        s.expert[i] = NUM_EXPERTS + i;
-        s.tokens[i] = i < NUM_SHARED ? (1u << num_tokens) - 1u : 0u;
-    }
-    for (int i = threadIdx.x; i < NUM_SHARED * ROWS; i += THREADS) {
-        s.weight[i] = 1.f;
-        s.place[i] = i / ROWS;
-    }
+    for (int i = threadIdx.x; i < MAX_SLOTS; i += THREADS) s.tokens[i] = i < NUM_SHARED ? (1u << num_tokens) - 1u : 0u;
+    for (int i = threadIdx.x; i < NUM_SHARED * ROWS; i += THREADS) s.weight[i] = 1.f;
     if (threadIdx.x < 32) s.active[lane] = 0;
     __syncthreads();
-    for (int t = warp; t < num_tokens; t += WARPS) choose_of_token(s, t, logits, add);
+    for (int t = warp; t < num_tokens; t += WARPS) choose_of_token(s, t, logits, add, candidates + 32 * warp);
     __syncthreads();
     if (warp == 0) {
         const int mine = __popc(s.active[lane]);
@@ -200,13 +279,12 @@ __device__ void choose_experts(Choice& s, int num_tokens, const float* logits, c
         const int slot = s.before[owner] + __popc(s.active[owner] & ((1u << expert % PER_LANE) - 1u));
         s.expert[slot] = expert;
         s.weight[slot * ROWS + t] = s.chosen_weight[i];
-        s.place[slot * ROWS + t] = NUM_SHARED + i % NUM_CHOSEN;
         atomicOr(&s.tokens[slot], 1u << t);
     }
     __syncthreads();
 }
 
-// h (T, D_PIECES) = norm of x, a row per warp.
+// h (D_PIECES) = norm of x's row t, by a warp.
 __device__ void normalise(const uint4* x, const uint4* weight, float eps, int t, uint4* h) {
     const int lane = threadIdx.x % 32;
     uint4 mine[D_LOADS];
@@ -227,136 +305,255 @@ __device__ void normalise(const uint4* x, const uint4* weight, float eps, int t,
 #pragma unroll
             for (int k = 0; k < 4; ++k)
                 y[k] = to_bf16(low(a[k]) * scale * low(b[k])) | to_bf16(high(a[k]) * scale * high(b[k])) << 16;
-            h[t * D_PIECES + lane + 32 * j] = make_uint4(y[0], y[1], y[2], y[3]);
+            h[lane + 32 * j] = make_uint4(y[0], y[1], y[2], y[3]);
         }
 }
 
-// arrivals: how many programs have ever come.
-__device__ void wait_for_all_programs(unsigned long long* arrivals) {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        const unsigned long long mine = add_release(arrivals), all = (mine / gridDim.x + 1) * gridDim.x;
-        while (load_acquire(arrivals) < all) {}
+// A program's way over its rows, counted over all slots: two runs of them, either may be empty. Units end with slots.
+struct Walk {
+    int row, end, then, then_end;
+    __device__ bool is_over() const { return row == end; }
+    __device__ int slot() const { return row / WIDTH; }
+    __device__ int num_rows() const { return min(min(UNIT, end - row), WIDTH - row % WIDTH); }
+    __device__ void advance() {
+        row += num_rows();
+        turn();
     }
-    __syncthreads();
-}
+    // Sets the second run.
+    __device__ void follow(int first, int behind) {
+        then = first, then_end = behind;
+        turn();
+    }
+    __device__ void turn() {
+        if (row == end) row = then, end = then_end, then = then_end;
+    }
+};
+// Where the p-th of NUM_PROGRAMS equal shares of so many rows begins.
+__device__ int share(int num_rows, int p) { return num_rows * p / NUM_PROGRAMS; }
 
-// act (T, CHOICES, WIDTH); out (T, HIDDEN) = residual + sum over slots of weight * W_down act, residual may be null.
-// Dynamic shared memory: h (T, HIDDEN), in its place then act, if that is to be copied; behind them every lane's sums.
+// Where a program is with asking for its rows: three stages a unit, of gate, of up and of W_down transposed, in turn.
+// Every warp keeps one; each asks for a row or two of a stage, so that no warp is long at it.
+struct Fetcher {
+    const uint4 *gate_up, *shared_gate_up, *down, *shared_down;
+    const int* expert;
+    char* stages;
+    // Of each place in the ring: its rows are there.
+    Mbarrier* full;
+    Walk walk;
+    int map, n;
+
+    // A row of the next stage; whoever asks for the first one says how many bytes will come. All have left its place.
+    __device__ void fetch(int row) {
+        const int at = n % STAGES, slot = walk.slot(), num_rows = walk.num_rows();
+        if (threadIdx.x % 32 == 0 && row >= 0 && row < num_rows) {
+            const bool is_shared = slot < NUM_SHARED;
+            const uint4* rows = map == 2 ? (is_shared ? shared_down : down) : is_shared ? shared_gate_up : gate_up;
+            // In runs of WIDTH rows: (E, gate and up), and of the shared experts all gates, then all ups.
+            const int first =
+                is_shared ? slot + map % 2 * NUM_SHARED : map == 2 ? expert[slot] : 2 * expert[slot] + map;
+            if (row == 0) expect_bytes(&full[at], num_rows * ROW_BYTES);
+            copy_to_shared(stages + at * STAGE_BYTES + row * PITCH,
+                           rows + ((size_t)first * WIDTH + walk.row % WIDTH + row) * D_PIECES, ROW_BYTES, &full[at]);
+        }
+        ++n;
+        if (++map == 3) map = 0, walk.advance();
+    }
+    __device__ void fill(int row) {
+        while (n < STAGES && !walk.is_over()) fetch(row);
+    }
+};
+
+// down (E, F, D) and shared_down (Fs, D) are transposed. partial (programs, T, HIDDEN) fp32: each program's sums over
+// its rows, of the tokens that take one of them. out (T, HIDDEN) = residual + all partial sums; residual may be null.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 experts(const uint4* x, const uint4* norm_weight, float eps, int T, const float* logits, const float* bias,
         const int* width, const uint4* gate_up, const uint4* shared_gate_up, const uint4* down,
-        const uint4* shared_down, float limit, float shared_limit, const unsigned short* residual, uint4* act,
-        int copies_act, unsigned long long* arrivals, const unsigned short* next_weight, int distance, int num_bytes,
+        const uint4* shared_down, float limit, float shared_limit, const unsigned short* residual, float* partial,
+        unsigned long long* arrivals, const unsigned short* next_weight, int distance, int num_bytes,
         unsigned short* out) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    // Neighbouring rows go to neighbouring multiprocessors: what takes long, the shared expert's, is spread.
-    const int first = warp * gridDim.x + blockIdx.x, stride = gridDim.x * WARPS;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, b = blockIdx.x;
     __shared__ Choice s;
-    DYNAMIC_SHARED(uint4, h);
-    float* sum = (float*)(h + T * max(D_PIECES, copies_act ? CHOICES * F_PIECES : 0)) + warp * T * 32 + lane;
-    float add[PER_LANE];
-    load_run(bias, add);
+    __shared__ Mbarrier full[STAGES], has_left;
+    // The tokens that each program has a part of, as bits.
+    __shared__ unsigned touched[NUM_PROGRAMS];
+    // Each warp's sums over its part of the inputs, and weighted activations in two bf16 parts.
+    __shared__ float4 sums[THREADS];
+    __shared__ unsigned act[2][TOKEN_TILES * 8][UNIT / 2];
+    DYNAMIC_SHARED(char, stages);
+    char* h = stages + STAGES * STAGE_BYTES;
+    // One token: every program begins with a share of the shared expert, which is known before the choice.
+    constexpr int SHARED_ROWS = ROWS == 1 ? NUM_SHARED * WIDTH : 0;
+    Walk walk = {share(SHARED_ROWS, b), share(SHARED_ROWS, b + 1), 0, 0};
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) init_mbarrier(&full[i], 1);
+        init_mbarrier(&has_left, WARPS);
+        publish_mbarriers();
+        if (num_bytes) prefetch_run(next_weight + (size_t)distance * b, num_bytes);
+    }
+    __syncthreads();
+    Fetcher fetcher = {gate_up, shared_gate_up, down, shared_down, s.expert, stages, full, walk, 0, 0};
+    fetcher.fill(warp);
     if (warp == 0)
         for (int i = lane; i < HIDDEN / 64; i += 32) prefetch((const char*)norm_weight + i * 128);
-    if (threadIdx.x == 0 && num_bytes) prefetch_run(next_weight + (size_t)distance * blockIdx.x, num_bytes);
-    if (first < NUM_SHARED * WIDTH)
-        for (int i = lane; i < HIDDEN / 64; i += 32) {
-            const char* p = (const char*)(shared_gate_up + (size_t)first * D_PIECES) + i * 128;
-            prefetch(p);
-            prefetch(p + (size_t)NUM_SHARED * WIDTH * HIDDEN * 2);
-        }
+    float add[PER_LANE];
+    load_run(bias, add);
     wait_for_producers();
     let_consumers_start();
     const int num_tokens = width ? min(T, *width) : T;
     // With few tokens the warps that normalise are not those that choose.
-    for (int t = WARPS - 1 - warp; t < T; t += WARPS) normalise(x, norm_weight, eps, t, h);
-    choose_experts(s, num_tokens, logits, add);
+    for (int t = WARPS - 1 - warp; t < T; t += WARPS) normalise(x, norm_weight, eps, t, (uint4*)(h + t * PITCH));
+    choose_experts(s, num_tokens, logits, add, (uint2*)sums);
 
-    const int num_slots = num_tokens ? s.num_slots : 0;
-    for (int item = first; item < num_slots * WIDTH; item += stride) {
-        const int slot = item / WIDTH, f = item % WIDTH, expert = s.expert[slot];
-        const bool is_shared = expert >= NUM_EXPERTS;
-        const uint4* p = is_shared ? shared_gate_up + (size_t)((expert - NUM_EXPERTS) * WIDTH + f) * D_PIECES
-                                   : gate_up + ((size_t)expert * 2 * WIDTH + f) * D_PIECES;
-        const uint4* p_up = p + (size_t)(is_shared ? NUM_SHARED * WIDTH : WIDTH) * D_PIECES;
-        uint4 gate[D_LOADS], up[D_LOADS];
-#pragma unroll
-        for (int j = 0; j < D_LOADS; ++j)
-            if (lane + 32 * j < D_PIECES) {
-                gate[j] = load_weights(p + lane + 32 * j);
-                up[j] = load_weights(p_up + lane + 32 * j);
-            }
-        const float bound = is_shared ? shared_limit : limit;
-        for (unsigned tokens = s.tokens[slot]; tokens; tokens &= tokens - 1) {
-            const int t = __ffs(tokens) - 1;
-            float g_even = 0.f, g_odd = 0.f, u_even = 0.f, u_odd = 0.f;
-#pragma unroll
-            for (int j = 0; j < D_LOADS; ++j)
-                if (lane + 32 * j < D_PIECES) {
-                    const uint4 y = h[t * D_PIECES + lane + 32 * j];
-                    multiply(gate[j], y, g_even, g_odd);
-                    multiply(up[j], y, u_even, u_odd);
-                }
-            const float g = sum_of_lanes(g_even + g_odd), u = sum_of_lanes(u_even + u_odd);
-            if (lane == 0) {
-                // Comparisons that a NaN passes through.
-                float silu = g * sigmoid(g);
-                silu = silu > bound ? bound : silu;
-                const float clamped = u > bound ? bound : u < -bound ? -bound : u;
-                const size_t choice = t * CHOICES + s.place[slot * ROWS + t];
-                ((unsigned short*)act)[choice * WIDTH + f] = (unsigned short)to_bf16(silu * clamped);
-            }
-        }
+    const int num_rows = max(0, (num_tokens ? s.num_slots * WIDTH : 0) - SHARED_ROWS);
+    const int first_row = SHARED_ROWS + share(num_rows, b), behind_row = SHARED_ROWS + share(num_rows, b + 1);
+    walk.follow(first_row, behind_row);
+    fetcher.walk.follow(first_row, behind_row);
+    fetcher.fill(warp);
+    for (int p = threadIdx.x; p < NUM_PROGRAMS; p += THREADS) {
+        unsigned tokens = 0;
+        if (ROWS == 1) tokens = num_tokens;
+        else
+            for (int row = share(num_rows, p); row < share(num_rows, p + 1); row = (row / WIDTH + 1) * WIDTH)
+                tokens |= s.tokens[row / WIDTH];
+        touched[p] = tokens;
     }
 
-    const int l = lane % LANES_PER_OUTPUT;
-    bool is_first = true;
-    for (int unit = first; is_first || unit * OUTPUTS_PER_WARP < HIDDEN; unit += stride) {
-        const int d = unit * OUTPUTS_PER_WARP + lane / LANES_PER_OUTPUT;
-        const bool is_output = d < HIDDEN;
-        for (int t = 0; t < T; ++t)
-            sum[t * 32] = l == 0 && is_output && residual ? low(residual[(size_t)t * HIDDEN + d]) : 0.f;
-        for (int slots = 0; is_first || slots < num_slots; slots += SLOTS_AT_ONCE) {
-            uint4 w[SLOTS_AT_ONCE][F_LOADS];
+    float total[TILES][TOKEN_TILES][4] = {};
+    const int half = warp / SPLIT, slice = warp % SPLIT;
+    // Where this lane reads tokens and rows as operands; tokens that are not there are the last again.
+    const int token = TOKEN_TILES == 1 ? lane % 8 : lane % 16;
+    const char* h_row = h + min(token, T - 1) * PITCH + lane / (8 * TOKEN_TILES) * 16 + slice * 64;
+    const int of_map = lane % 8 * PITCH + lane / 8 * 16 + slice * 64;
+    const int of_down = lane % 8 * PITCH + lane / 8 % 2 * 16 + warp * 32;
+    const auto wait = [&](int n) { wait_for_phase(&full[n % STAGES], n / STAGES & 1); };
+    for (int n = 0; !walk.is_over(); n += 3, walk.advance()) {
+        const int slot = walk.slot(), num_unit_rows = walk.num_rows();
+        // (token, row) of gate or up over a part of the inputs.
+        wait(n + half);
+        float sum[2][4] = {};
+        {
+            const char* rows = stages + (n + half) % STAGES * STAGE_BYTES + of_map;
 #pragma unroll
-            for (int i = 0; i < SLOTS_AT_ONCE; ++i)
-                if (slots + i < num_slots && is_output) {
-                    const int expert = s.expert[slots + i];
-                    const uint4* p = expert < NUM_EXPERTS
-                        ? down + ((size_t)expert * HIDDEN + d) * F_PIECES
-                        : shared_down + ((size_t)d * NUM_SHARED + (expert - NUM_EXPERTS)) * F_PIECES;
-#pragma unroll
-                    for (int j = 0; j < F_LOADS; ++j)
-                        if (l + LANES_PER_OUTPUT * j < F_PIECES) w[i][j] = load_weights(p + l + LANES_PER_OUTPUT * j);
-                }
-            if (is_first) {
-                is_first = false;
-                wait_for_all_programs(arrivals);
-                if (copies_act) {
-                    for (int i = threadIdx.x; i < num_tokens * CHOICES * F_PIECES; i += THREADS) h[i] = __ldcg(act + i);
-                    __syncthreads();
-                }
-            }
-            const uint4* a = copies_act ? h : act;
-#pragma unroll
-            for (int i = 0; i < SLOTS_AT_ONCE; ++i) {
-                unsigned tokens = is_output && slots + i < num_slots ? s.tokens[slots + i] : 0;
-                for (; tokens; tokens &= tokens - 1) {
-                    const int t = __ffs(tokens) - 1, mine = (slots + i) * ROWS + t;
-                    const uint4* p = a + (size_t)(t * CHOICES + s.place[mine]) * F_PIECES + l;
-                    float even = 0.f, odd = 0.f;
-#pragma unroll
-                    for (int j = 0; j < F_LOADS; ++j)
-                        if (l + LANES_PER_OUTPUT * j < F_PIECES) multiply(w[i][j], p[LANES_PER_OUTPUT * j], even, odd);
-                    sum[t * 32] += s.weight[mine] * (even + odd);
+            for (int i = 0; i < STEPS; ++i) {
+                if (INPUT_TILES % SPLIT && slice + SPLIT * i >= INPUT_TILES) break;
+                const int k = SPLIT * i * 64;
+                unsigned w[4], x[4];
+                load_tiles(w, rows + k);
+                load_tiles(x, h_row + k);
+                if (TOKEN_TILES == 1) {
+                    multiply_tile(sum[0], x[0], 0, x[1], 0, w[0], w[1]);
+                    multiply_tile(sum[1], x[2], 0, x[3], 0, w[2], w[3]);
+                } else {
+                    multiply_tile(sum[0], x[0], x[1], x[2], x[3], w[0], w[1]);
+                    load_tiles(x, h_row + k + 32);
+                    multiply_tile(sum[1], x[0], x[1], x[2], x[3], w[2], w[3]);
                 }
             }
         }
-        for (int t = 0; t < T; ++t) {
-            const float y = sum_of_lanes<LANES_PER_OUTPUT>(sum[t * 32]);
-            if (l == 0 && is_output) out[(size_t)t * HIDDEN + d] = (unsigned short)to_bf16(y);
+        sums[threadIdx.x] = make_float4(sum[0][0] + sum[1][0], sum[0][1] + sum[1][1], sum[0][2] + sum[1][2],
+                                        sum[0][3] + sum[1][3]);
+        __syncthreads();
+        // Both stages are left.
+        if (!fetcher.walk.is_over()) fetcher.fetch(warp);
+        if (!fetcher.walk.is_over()) fetcher.fetch(warp - (WARPS - UNIT));
+        if (warp < TOKEN_TILES) {
+            const int t = warp * 8 + lane / 4;
+            float g[2] = {}, u[2] = {};
+#pragma unroll
+            for (int i = 0; i < SPLIT; ++i) {
+                const float2 of_gate = ((const float2*)&sums[i * 32 + lane])[warp];
+                const float2 of_up = ((const float2*)&sums[(SPLIT + i) * 32 + lane])[warp];
+                g[0] += of_gate.x, g[1] += of_gate.y, u[0] += of_up.x, u[1] += of_up.y;
+            }
+            const float bound = slot < NUM_SHARED ? shared_limit : limit;
+            const float weight = t < T && s.tokens[slot] >> t & 1u ? s.weight[slot * ROWS + t] : 0.f;
+            unsigned parts[2] = {};
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                // Comparisons that a NaN passes through.
+                float silu = g[j] * sigmoid(g[j]);
+                silu = silu > bound ? bound : silu;
+                const float clamped = u[j] > bound ? bound : u[j] < -bound ? -bound : u[j];
+                float a = 0.f;
+                if (weight != 0.f && lane % 4 * 2 + j < num_unit_rows) a = low(to_bf16(silu * clamped)) * weight;
+                const unsigned first = to_bf16(a);
+                parts[0] |= first << 16 * j;
+                parts[1] |= to_bf16(a - low(first)) << 16 * j;
+            }
+            act[0][t][lane % 4] = parts[0];
+            act[1][t][lane % 4] = parts[1];
         }
+        __syncthreads();
+        // Both parts of the activations meet the same rows; rows that are not there are no numbers.
+        unsigned part[TOKEN_TILES][2];
+#pragma unroll
+        for (int i = 0; i < TOKEN_TILES; ++i)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) part[i][j] = act[j][i * 8 + lane / 4][lane % 4];
+        const int num_pair_rows = num_unit_rows - lane % 4 * 2;
+        const unsigned mask = num_pair_rows > 1 ? ~0u : num_pair_rows > 0 ? 0xffffu : 0u;
+        wait(n + 2);
+        {
+            const char* rows = stages + (n + 2) % STAGES * STAGE_BYTES + of_down;
+#pragma unroll
+            for (int i = 0; i < TILES; ++i) {
+                if (D_TILES % WARPS && warp + WARPS * i >= D_TILES) break;
+                unsigned w[2];
+                load_transposed_tiles(w, rows + WARPS * i * 32);
+                w[0] &= mask, w[1] &= mask;
+#pragma unroll
+                for (int j = 0; j < TOKEN_TILES; ++j)
+                    multiply_tile(total[i][j], w[0], w[1], w[0], w[1], part[j][0], part[j][1]);
+            }
+        }
+        __syncwarp();
+        if (lane == 0) arrive(&has_left);
+        if (!fetcher.walk.is_over()) {
+            if (warp < UNIT) wait_for_phase(&has_left, n / 3 & 1);
+            fetcher.fetch(warp);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < TOKEN_TILES; ++i)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const int t = i * 8 + lane % 4 * 2 + j;
+            if (t >= T || !(touched[b] >> t & 1u)) continue;
+            float* p = partial + ((size_t)b * T + t) * HIDDEN + lane / 4;
+#pragma unroll
+            for (int k = 0; k < TILES; ++k) {
+                const int d = warp + WARPS * k;
+                if (D_TILES % WARPS && d >= D_TILES) break;
+                p[d * 16] = total[k][i][j];
+                p[d * 16 + 8] = total[k][i][2 + j];
+            }
+        }
+    wait_for_all_programs(arrivals);
+    // A few outputs of a token by a warp: LANES float4, of PARTS programs at a time, all on their way at once.
+    constexpr int LANES = ROWS == 1 ? 2 : 4, PARTS = 32 / LANES, LOADS = (NUM_PROGRAMS + PARTS - 1) / PARTS;
+    constexpr int ITEMS = HIDDEN / (4 * LANES);
+    for (int item = warp * NUM_PROGRAMS + b; item < T * ITEMS; item += NUM_PROGRAMS * WARPS) {
+        const int t = item / ITEMS;
+        const size_t at = (size_t)t * HIDDEN + (item % ITEMS * LANES + lane % LANES) * 4;
+        const uint2 old = residual ? *(const uint2*)(residual + at) : make_uint2(0, 0);
+        float4 part[LOADS];
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            const int p = lane / LANES + PARTS * i;
+            part[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+            if (p < NUM_PROGRAMS && touched[p] >> t & 1u)
+                part[i] = __ldcg((const float4*)(partial + (size_t)p * T * HIDDEN + at));
+        }
+        float y[4] = {};
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) y[0] += part[i].x, y[1] += part[i].y, y[2] += part[i].z, y[3] += part[i].w;
+#pragma unroll
+        for (int o = LANES; o < 32; o <<= 1)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) y[j] += __shfl_xor_sync(FULL, y[j], o);
+        if (lane < LANES)
+            *(uint2*)(out + at) = make_uint2(to_bf16(y[0] + low(old.x)) | to_bf16(y[1] + high(old.x)) << 16,
+                                             to_bf16(y[2] + low(old.y)) | to_bf16(y[3] + high(old.y)) << 16);
     }
 }
 """
@@ -388,17 +585,39 @@ def _arrivals(device: torch.device) -> torch.Tensor:
     return torch.zeros((), dtype=torch.int64, device=device)
 
 
-def _lanes_per_output(F: int) -> int:
-    """Lanes that share a row of F, so that none of them idles where that can be."""
-    pieces = F // 8
-    return max((8, 16, 32), key=lambda lanes: (pieces / (-(-pieces // lanes) * lanes), lanes))
-
-
 def _choice_bytes(num_experts: int, num_chosen: int, num_shared: int, rows: int) -> int:
     """Size of the kernel's `Choice`, of as many slots as there can be."""
     slots = num_shared + min(rows * num_chosen, num_experts)
-    places = -(-slots * rows // 4) * 4
-    return slots * (8 + 4 * rows) + places + 4 + 2 * 32 * 4 + 2 * rows * num_chosen * 4
+    return slots * (8 + 4 * rows) + 4 + 2 * 32 * 4 + 2 * rows * num_chosen * 4
+
+
+def _size(T: int) -> tuple[int, int]:
+    """Rows and warps that a kernel is compiled for: a step of one token, of a tile of eight, of two."""
+    rows = next(rows for rows in (1, 8, MAX_ROWS) if rows >= T)
+    # Sums of two tiles take the registers of twice as many.
+    return rows, 8 if rows <= 8 else 16
+
+
+def _num_stages(T: int, D: int, E: int, router: RouterShape, num_shared: int, num_programs: int) -> int:
+    """Stages of the ring; 0: what else has to be there leaves too little shared memory."""
+    rows, warps = _size(T)
+    pitch = 2 * D + 16
+    static_bytes = _choice_bytes(E, router.num_experts_per_tok, num_shared, rows)
+    # The warps' sums, who is touched, activations, and the barriers.
+    static_bytes += warps * 512 + num_programs * 4 + 512 + 64
+    room = _MAX_SHARED_BYTES - static_bytes - T * pitch
+    least, most = room // (_UNIT * pitch), (room - _ROOM_BYTES) // (_UNIT * pitch)
+    if static_bytes > _MAX_STATIC_BYTES or least < _MIN_STAGES:
+        return 0
+    return max(_MIN_STAGES, min(_MAX_STAGES, most))
+
+
+def can_run(x: torch.Tensor, down: torch.Tensor, shared_down: torch.Tensor | None, router: RouterShape) -> bool:
+    """Say whether the kernel takes a step of these sizes: others run as a prompt does."""
+    (T, D), (E, _, F) = x.shape, down.shape
+    num_shared, rest = divmod(0 if shared_down is None else shared_down.shape[1], F)
+    is_sized = D % 32 == E % 32 == 32 % router.n_group == rest == 0 and E <= 1024 and router.num_experts_per_tok <= 32
+    return is_sized and T <= MAX_ROWS and _num_stages(T, D, E, router, num_shared, _num_programs(x.device)) > 0
 
 
 def run_experts(
@@ -422,16 +641,16 @@ def run_experts(
     """Choose and run the experts of a step; weights, limits and width as `moe` in `kernels/moe.py` takes them.
 
     Args:
-        x: (T, D) bf16 residual stream, T <= 16, D <= 5632.
+        x: (T, D) bf16 residual stream; `can_run` said yes.
         norm_weight: (D) bf16.
         eps: of the norm.
-        logits: (T, E) fp32, E a multiple of 32 up to 1024.
+        logits: (T, E) fp32.
         expert_bias: (E) fp32.
         gate_up: see `moe`, as the weights that follow.
-        down: as there.
+        down: as there, its storage (E, F, D).
         shared_gate_up: as there.
-        shared_down: as there; Fs is a multiple of F.
-        router: the choice; n_group divides 32.
+        shared_down: as there, its storage (Fs, D).
+        router: the choice.
         limit: as there.
         shared_limit: as there.
         width: as there.
@@ -442,43 +661,21 @@ def run_experts(
         (T, D): x, if it is added, and all experts.
 
     Raises:
-        UnsupportedError: sizes, or a dtype, that the kernel does not take.
+        UnsupportedError: a dtype that the kernel does not take.
     """
-    T, D = x.shape
-    E, _, F = down.shape
-    num_shared, rest = divmod(0 if shared_down is None else shared_down.shape[1], F)
+    (T, D), (E, _, F) = x.shape, down.shape
     if x.dtype != torch.bfloat16:
         raise UnsupportedError(
             f"experts in {x.dtype} have no GPU kernel for a step: run the model in bfloat16, or on the CPU"
         )
-    assert x.dtype == norm_weight.dtype == gate_up.dtype and x.is_contiguous() and T <= MAX_ROWS
-    is_sized = D % 8 == F % 8 == E % 32 == rest == 0 and D <= _MAX_HIDDEN and E <= 1024
-    if not is_sized or 32 % router.n_group or router.num_experts_per_tok > 32:
-        raise UnsupportedError(
-            f"experts of size {F} ({E} of them in {router.n_group} groups, {router.num_experts_per_tok} a token, "
-            f"{num_shared * F + rest} shared) on a hidden size of {D} have no GPU kernel; it takes hidden and expert "
-            f"sizes that are multiples of 8, the hidden size up to {_MAX_HIDDEN}, up to 1024 experts in multiples of "
-            "32, groups that divide 32, up to 32 experts a token, and shared experts of a multiple of the experts' "
-            "size, a CPU takes all"
-        )
-    # A step of one token, and every other.
-    rows = 1 if T == 1 else MAX_ROWS
-    # Two rows of D, 16 bytes a lane and piece, fit the registers of this many warps; of one token's rows they make the
-    # fewest rounds.
-    warps = 18 if D <= 2048 else 16
-    choice_bytes = _choice_bytes(E, router.num_experts_per_tok, num_shared, rows)
-    sum_bytes = warps * T * 32 * 4
-    # For the rows, and in their place the activations.
-    room = _MAX_SHARED_BYTES - choice_bytes - sum_bytes
-    row_bytes = T * D * 2
-    if choice_bytes > _MAX_STATIC_BYTES or row_bytes > room:
-        raise UnsupportedError(
-            f"{router.num_experts_per_tok} experts a token of {E}, on a hidden size of {D}, have no GPU kernel for a"
-            f" step of {T} rows: their choice takes {choice_bytes} bytes of shared memory, where {_MAX_STATIC_BYTES}"
-            f" are, and with the rows {_MAX_SHARED_BYTES - room + row_bytes}, where {_MAX_SHARED_BYTES} are: run the"
-            " model on the CPU"
-        )
-    lanes = _lanes_per_output(F)
+    assert x.dtype == norm_weight.dtype == gate_up.dtype and x.is_contiguous()
+    assert down.mT.is_contiguous() and (shared_down is None or shared_down.mT.is_contiguous()), "see `MixtureOfExperts`"
+    device = x.device
+    rows, warps = _size(T)
+    num_programs = _num_programs(device)
+    num_shared = 0 if shared_down is None else shared_down.shape[1] // F
+    num_stages = _num_stages(T, D, E, router, num_shared, num_programs)
+    assert num_stages, "`can_run` says no"
     definitions = {
         "HIDDEN": D,
         "WIDTH": F,
@@ -487,28 +684,24 @@ def run_experts(
         "TOPK_GROUPS": router.topk_group,
         "NUM_CHOSEN": router.num_experts_per_tok,
         "NUM_SHARED": num_shared,
-        "CHOICE_BYTES": choice_bytes,
+        "CHOICE_BYTES": _choice_bytes(E, router.num_experts_per_tok, num_shared, rows),
         "ROWS": rows,
         "WARPS": warps,
+        "UNIT": _UNIT,
+        "STAGES": num_stages,
+        "NUM_PROGRAMS": num_programs,
         "ROUTED_SCALE": f"{float(router.routed_scaling_factor)!r}f",
-        "LANES_PER_OUTPUT": lanes,
-        # So that a lane has 14 pieces at most on their way.
-        "SLOTS_AT_ONCE": max(1, 14 // -(-F // (8 * lanes))),
     } | ({"HAS_PDL": 1} if pdl_options()["PDL"] else {})
-    device = x.device
-    act = torch.empty((T, num_shared + router.num_experts_per_tok, F), dtype=x.dtype, device=device)
+    partial = torch.empty((num_programs, T, D), dtype=torch.float32, device=device)
     out = torch.empty_like(x)
-    act_bytes = act.numel() * act.element_size()
-    copies_act = act_bytes <= min(_SHARED_BYTES, room)
-    num_programs = _num_programs(device)
     ahead = next(iter(shares([next_weight], READ_AHEAD_BYTES, num_programs)), None)
     kernel = load_kernel(_SOURCE, "experts", tuple((key, str(value)) for key, value in definitions.items()), device)
     launch(
         kernel, (num_programs, 1, 1), 32 * warps,
         x, norm_weight, eps, T, logits, expert_bias, width, gate_up, shared_gate_up, down, shared_down,
         inf if limit is None else limit, inf if shared_limit is None else shared_limit,
-        x if adds_residual else None, act, int(copies_act), _arrivals(device),
+        x if adds_residual else None, partial, _arrivals(device),
         *((None, 0, 0) if ahead is None else ahead), out,
-        shared_bytes=max(row_bytes, act_bytes if copies_act else 0) + sum_bytes,
+        shared_bytes=(_UNIT * num_stages + T) * (2 * D + 16),
     )  # fmt: skip
     return out
