@@ -359,6 +359,24 @@ def test_rank_0_ends_where_a_lost_rank_leaves_it_hanging(tmp_path: Path) -> None
     assert time.monotonic() - started_s < 40
 
 
+KILLED = """
+import os, signal, torch
+from soloist.runtime import comm
+# The first thing behind their start.
+comm.RankProcesses.receive = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+comm.Leader(2, torch.device("cpu"), "from soloist.runtime.comm import Follower; Follower()", None)
+"""
+
+
+def test_ranks_that_rank_0_leaves_while_they_start_end_in_silence_and_leave_no_folder(tmp_path: Path) -> None:
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    # Their output is this one's: it ends with the last of them.
+    run = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, timeout=60, env=environment)
+    assert run.returncode == -signal.SIGKILL
+    assert not run.stderr
+    assert not list(tmp_path.iterdir())
+
+
 INTERRUPTED = """
 import os, signal, sys
 from soloist import cli

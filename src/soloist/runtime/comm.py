@@ -189,22 +189,29 @@ class Leader(Ranks):
                 " one first"
             )
         self._others = others = RankProcesses(size, program)
-        # Where ranks of a CPU meet; a folder of this machine, so that no port is open.
-        self._folder = tempfile.TemporaryDirectory(prefix="soloist-ranks-")
+        self._folder = contextlib.ExitStack()
         # Also where this object is only forgotten, and at this process's end.
         self._end = weakref.finalize(self, others.close)
         self._leave = weakref.finalize(self, _leave, others)
         try:
             for rank in range(1, size):
                 others.receive(rank)
-            # NCCL's threads look at the store until the process ends, when a folder may be gone already.
-            method = _free_address() if device.type == "cuda" else f"file://{self._folder.name}/ranks"
+            method = _free_address() if device.type == "cuda" else self._meeting_place()
             others.send((size, method, device, arguments))
             with others.at_work():
                 self.group = _join(0, size, method, rank_device(device, 0))
         except BaseException:
             self.close()
             raise
+
+    def _meeting_place(self) -> str:
+        """Make the folder where ranks of a CPU meet, so that no port is open.
+
+        Not before they have started: a process that is killed in between would leave it. Not for GPUs: NCCL's threads
+        look at the store until the process ends, when a folder may be gone already.
+        """
+        folder = self._folder.enter_context(tempfile.TemporaryDirectory(prefix="soloist-ranks-"))
+        return f"file://{folder}/ranks"
 
     @property
     def group(self) -> TensorParallel:
@@ -230,7 +237,7 @@ class Leader(Ranks):
                     f" all ranks hold differ, such as {other[0]}; give every rank the same files"
                 )
         # All have joined.
-        self._folder.cleanup()
+        self._folder.close()
         self._others.send("go on")
 
     def at_work(self) -> AbstractContextManager[None]:
@@ -268,7 +275,7 @@ class Leader(Ranks):
         self._others.loss = self._others.loss or RankLostError("the ranks of this model were ended; load it again")
         self._leave()
         self._end()
-        self._folder.cleanup()
+        self._folder.close()
 
 
 def _free_address() -> str:
@@ -306,9 +313,13 @@ class Follower(Ranks):
 
     def say(self, message: object) -> None:
         """Say something to rank 0: what this rank holds, or the error that keeps it from going on."""
-        with self._is_speaking:
-            pickle.dump(message, self._output)
-            self._output.flush()
+        try:
+            with self._is_speaking:
+                pickle.dump(message, self._output)
+                self._output.flush()
+        except OSError:
+            # Rank 0 has ended, while this one was being started too, when `_live` does not see it.
+            os._exit(_ORPHANED_EXIT_CODE)
 
     def _receive(self) -> Any:
         try:
@@ -337,7 +348,6 @@ class Follower(Ranks):
     def _live(self, parent: int) -> None:
         """Give signs of life, and end this process when rank 0 has, whatever it waits for; in a thread."""
         while os.getppid() == parent:
-            with contextlib.suppress(OSError):
-                self.say(None)
+            self.say(None)
             time.sleep(BEAT_S)
         os._exit(_ORPHANED_EXIT_CODE)
