@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from soloist.errors import UnsupportedError
 from soloist.kernels import moe, moe_grouped_triton
 from soloist.kernels.launch import IS_INTERPRETED, fused_experts
 from soloist.kernels.moe import RouterSettings
@@ -62,6 +63,13 @@ def test_down_maps_that_lie_otherwise_are_refused():
     h, experts, weights = rand(3, 64), torch.zeros(3, 1, dtype=torch.int64, device=DEVICE), torch.ones(3, 1)
     with pytest.raises(AssertionError, match=r"down: strides .* inputs as rows"):
         moe_grouped_triton.run_experts(h, experts, weights, rand(2, 96, 64), rand(2, 64, 48), None)
+
+
+@pytest.mark.parametrize(("D", "F"), [(64, 40), (72, 48)])
+def test_sizes_that_tensor_cores_cannot_take_are_refused_by_number(D: int, F: int):
+    experts, weights = torch.zeros(3, 1, dtype=torch.int64, device=DEVICE), torch.ones(3, 1, device=DEVICE)
+    with pytest.raises(UnsupportedError, match=f"of size {F} on a hidden size of {D} .* multiples of 16"):
+        moe_grouped_triton.run_experts(rand(3, D), experts, weights, rand(2, 2 * F, D), rand(2, F, D).mT, None)
 
 
 @pytest.mark.parametrize(("num_pairs", "E"), [(1, 1), (64, 3), (300, 7), (1000, 64)])

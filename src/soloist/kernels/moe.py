@@ -14,7 +14,7 @@ Equations, per token, h = rms_norm(x):
 
 Among equals the lowest group, then the lowest expert wins. Rounding: h and a to the model's dtype, as inputs of
 products; the router's logits and everything behind a are fp32, summed from x over the shared expert to the chosen
-experts in ascending order, and rounded once.
+experts in ascending order, and rounded once. A GPU's step sums in an order of its own (`moe_step_cuda.py`).
 """
 
 from dataclasses import asdict, dataclass

@@ -9,10 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
+from soloist.errors import UnsupportedError
 from soloist.kernels.launch import IS_INTERPRETED
 
 # Pairs of one expert that a program multiplies at once.
 BLOCK_ROWS = 64
+# Fewest inputs that tensor cores multiply at once.
+MIN_INPUTS = 16
 # Columns that a program sums.
 _SUM_BLOCK = 1024
 
@@ -190,10 +193,18 @@ def run_experts(
 
     Returns:
         (T, D), the dtype of `h`.
+
+    Raises:
+        UnsupportedError: sizes that the kernels do not take.
     """
     T, D = h.shape
     A = experts.shape[1]
     E, _, F = down.shape
+    if D % MIN_INPUTS or F % MIN_INPUTS:
+        raise UnsupportedError(
+            f"experts of size {F} on a hidden size of {D} have no GPU kernel; it takes multiples of {MIN_INPUTS}, on"
+            " every GPU that has a part of each: take fewer, or the CPU"
+        )
     assert down.mT.is_contiguous(), f"down: strides {down.stride()}, expected its inputs as rows in memory"
     if width is not None:
         i_t = torch.arange(T, device=h.device)
