@@ -1,7 +1,8 @@
 // What a CUDA C++ kernel needs, on a CPU: programs, or clusters of them, run one after the other, each thread is a fiber,
-// which goes on at a barrier once the others of its warp, of the program, or of the cluster, have come to it. Included
-// before a kernel's source.
+// which goes on at a barrier once the others of its warp, of the program, or of the cluster, have come to it. A seed
+// decides which warps go on and which stay behind. Included before a kernel's source.
 #include <algorithm>
+#include <cassert>
 #include <cmath>
 #include <cstring>
 #include <ucontext.h>
@@ -15,7 +16,7 @@
 #define __align__(n) __attribute__((aligned(n)))
 // One program's at a time: exchanged when another program goes on.
 #define __shared__ static __attribute__((section("shared_memory"), used))
-#define DYNAMIC_SHARED(type, name) __shared__ type name[(227 << 10) / sizeof(type)]
+#define DYNAMIC_SHARED(type, name) __shared__ __align__(16) type name[(227 << 10) / sizeof(type)]
 extern char __start_shared_memory[], __stop_shared_memory[];
 // So that the section exists.
 __shared__ int cpu_first_shared;
@@ -42,6 +43,13 @@ static inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 template <class T> static T __ldcg(const T* p) { return *p; }
+
+static unsigned cpu_seed;
+static unsigned long long cpu_random_state;
+static unsigned cpu_random(unsigned n) {
+    cpu_random_state = cpu_random_state * 6364136223846793005ull + 1442695040888963407ull;
+    return unsigned(cpu_random_state >> 33) % n;
+}
 
 static struct { int x; } threadIdx, blockIdx, gridDim;
 static ucontext_t cpu_scheduler;
@@ -105,6 +113,10 @@ struct Mbarrier {
     unsigned short phase;
     int bytes;
 };
+// A copy may write its place from the moment it is asked for, and be there as late as somebody waits for it: the place
+// holds no numbers until then.
+struct CpuCopy { void* to; const void* from; int num_bytes; Mbarrier* barrier; };
+static std::vector<CpuCopy> cpu_copies;
 static void cpu_end_phase(Mbarrier* p) {
     if (p->pending || p->bytes) return;
     p->pending = p->size;
@@ -112,14 +124,27 @@ static void cpu_end_phase(Mbarrier* p) {
 }
 static void init_mbarrier(Mbarrier* p, int arrivals) { *p = {(unsigned char)arrivals, (unsigned char)arrivals, 0, 0}; }
 static void publish_mbarriers() {}
-static void arrive(Mbarrier* p) { --p->pending, cpu_end_phase(p); }
+static void arrive(Mbarrier* p) {
+    assert(p->pending);
+    --p->pending, cpu_end_phase(p);
+}
 static void expect_bytes(Mbarrier* p, int num_bytes) { p->bytes += num_bytes, arrive(p); }
+static void cpu_end_copy(size_t i) {
+    const CpuCopy copy = cpu_copies[i];
+    cpu_copies.erase(cpu_copies.begin() + i);
+    std::memcpy(copy.to, copy.from, copy.num_bytes);
+    copy.barrier->bytes -= copy.num_bytes, cpu_end_phase(copy.barrier);
+}
 static void wait_for_phase(Mbarrier* p, int parity) {
-    while ((p->phase & 1) == parity) cpu_yield();
+    for (; (p->phase & 1) == parity; cpu_yield())
+        for (size_t i = cpu_copies.size(); i--;)
+            if (cpu_copies[i].barrier == p) cpu_end_copy(i);
 }
 static void copy_to_shared(void* to, const void* from, int num_bytes, Mbarrier* p) {
-    std::memcpy(to, from, num_bytes);
-    p->bytes -= num_bytes, cpu_end_phase(p);
+    assert(((size_t)to | (size_t)from | num_bytes) % 16 == 0);
+    std::memset(to, 0xff, num_bytes);
+    cpu_copies.push_back({to, from, num_bytes, p});
+    if (cpu_random(4) == 0) cpu_end_copy(cpu_random(cpu_copies.size()));
 }
 
 static std::vector<const unsigned short*> cpu_rows;
@@ -173,6 +198,7 @@ struct CpuResting {
     std::vector<CpuBarrier> warps;
     std::vector<unsigned> exchange;
     std::vector<CpuFragments> fragments;
+    std::vector<CpuCopy> copies;
     CpuBarrier program;
     // Of each thread: the cluster's barrier that it has come to, and whether it waits there.
     std::vector<int> round;
@@ -205,6 +231,7 @@ static void cpu_exchange_resting(CpuResting& p) {
     std::swap(p.warps, cpu_warps);
     std::swap(p.exchange, cpu_exchange);
     std::swap(p.fragments, cpu_fragments);
+    std::swap(p.copies, cpu_copies);
     std::swap(p.program, cpu_program);
     std::swap_ranges(p.shared.begin(), p.shared.end(), __start_shared_memory);
 }
@@ -212,6 +239,9 @@ static void cpu_exchange_resting(CpuResting& p) {
 // Runs `body` in every thread of one cluster.
 static void cpu_run(int programs, int threads, void (*body)()) {
     const int first_block = blockIdx.x;
+    // Of how many turns a warp takes one.
+    std::vector<unsigned> rests(threads / 32, 1);
+    bool stays = false;
     cpu_body = body;
     cpu_cluster.resize(programs);
     cpu_cluster_barrier = {programs * threads};
@@ -225,8 +255,8 @@ static void cpu_run(int programs, int threads, void (*body)()) {
         p.program = {threads};
         p.round.assign(threads, 0);
         p.is_waiting.assign(threads, 0);
-        // Nothing is there before a program writes it.
-        p.shared.assign(__stop_shared_memory - __start_shared_memory, (char)0xff);
+        // Nothing is there before a program writes it: no numbers, or zeros.
+        p.shared.assign(__stop_shared_memory - __start_shared_memory, cpu_seed % 2 ? 0 : (char)0xff);
         for (int i = 0; i < threads; ++i) {
             getcontext(&p.fibers[i]);
             p.fibers[i].uc_stack.ss_sp = p.stacks[i].data();
@@ -243,10 +273,18 @@ static void cpu_run(int programs, int threads, void (*body)()) {
             // Until all threads are done or wait for the cluster.
             for (bool goes_on = true; goes_on;) {
                 goes_on = false;
-                for (int i = 0; i < threads; ++i) {
+                // At times a warp is far slower than another one, which takes its time: not with seed 0.
+                if (cpu_seed && cpu_random(64) == 0)
+                    for (unsigned& rest : rests) rest = 1u << cpu_random(5);
+                const int first = cpu_random(threads);
+                for (int n = 0; n < threads; ++n) {
+                    const int i = (n / 32 * 32 + first / 32 * 32) % threads + (n ^ first) % 32;
+                    if (n % 32 == 0) stays = cpu_random(rests[i / 32]) != 0;
                     if (cpu_is_done[i]) continue;
-                    threadIdx.x = i;
-                    swapcontext(&cpu_scheduler, &cpu_fibers[i]);
+                    if (!stays) {
+                        threadIdx.x = i;
+                        swapcontext(&cpu_scheduler, &cpu_fibers[i]);
+                    }
                     goes_on |= !cpu_is_done[i] && !p.is_waiting[i];
                     is_busy |= !cpu_is_done[i];
                 }
@@ -254,6 +292,8 @@ static void cpu_run(int programs, int threads, void (*body)()) {
             cpu_exchange_resting(p);
         }
     }
+    // A program must not end before its copies have come.
+    for (const CpuResting& p : cpu_cluster) assert(p.copies.empty());
     blockIdx.x = first_block;
 }
 
@@ -262,7 +302,9 @@ template <class... A, size_t... I> static void cpu_call(void (*f)(A...), void** 
 }
 
 // Launches a kernel of `programs` programs, `cluster` of them side by side, with the addresses of its arguments.
-template <class... A> static void cpu_launch(void (*kernel)(A...), int programs, int cluster, int threads, void** values) {
+template <class... A>
+static void cpu_launch(void (*kernel)(A...), int programs, int cluster, int threads, void** values, unsigned seed) {
+    cpu_random_state = cpu_seed = seed;
     static void (*f)(A...);
     static void** v;
     f = kernel;

@@ -20,8 +20,8 @@ def _compile(source: str, name: str, definitions: tuple[tuple[str, str], ...]) -
         pytest.skip("needs g++, which compiles CUDA C++ for a CPU")
     cluster = dict(definitions).get("CLUSTER", "1")
     entry = (
-        "void launch(int programs, int threads, void** values)"
-        f" {{ cpu_launch({name}, programs, {cluster}, threads, values); }}"
+        "void launch(int programs, int threads, void** values, unsigned seed)"
+        f" {{ cpu_launch({name}, programs, {cluster}, threads, values, seed); }}"
     )
     code = f'{source}\nextern "C" {entry}\n'
     options = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-x", "c++", "-include", str(HEADER), "-", "-o"]
@@ -47,8 +47,9 @@ def launch(
     threads: int,
     *arguments: torch.Tensor | int | float | None,
     shared_bytes: int = 0,
+    seed: int = 0,
 ) -> None:
-    """Stand in for `nvrtc.launch`; returns when the kernel has ended."""
+    """Stand in for `nvrtc.launch`; returns when the kernel has ended. `seed` decides in which order warps go on."""
     assert grid[1:] == (1, 1) and shared_bytes <= 227 << 10
     values: list[ctypes.c_void_p | ctypes.c_int | ctypes.c_float] = []
     for argument in arguments:
@@ -57,4 +58,4 @@ def launch(
         else:
             values.append((ctypes.c_int if isinstance(argument, int) else ctypes.c_float)(argument))
     addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-    kernel.launch(grid[0], threads, addresses)
+    kernel.launch(grid[0], threads, addresses, seed)

@@ -24,12 +24,7 @@ struct CpuRank {
 static std::vector<CpuRank> cpu_ranks;
 static std::vector<CpuStore> cpu_stores;
 static CpuRank* cpu_rank;
-static unsigned long long cpu_clock, cpu_random_state;
-
-static unsigned cpu_random(unsigned n) {
-    cpu_random_state = cpu_random_state * 6364136223846793005ull + 1442695040888963407ull;
-    return unsigned(cpu_random_state >> 33) % n;
-}
+static unsigned long long cpu_clock;
 
 static void cpu_store(unsigned* p, unsigned x) {
     const bool is_own = cpu_rank->first <= (char*)p && (char*)p < cpu_rank->end;

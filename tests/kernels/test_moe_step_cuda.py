@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -266,6 +267,28 @@ def test_the_launcher_joins_router_and_experts(T: int, width: int | None, monkey
     call = make_call(T)
     expected = moe.moe_ref(**call, limit=0.5, shared_limit=0.6, width=i32(width))
     assert_near(moe.moe(**call, limit=0.5, shared_limit=0.6, width=i32(width)), expected, LIMIT)
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="a GPU's warps go on in their own order")
+@pytest.mark.parametrize("T", [1, 5, 9])
+@pytest.mark.parametrize("stages", [3, 4])
+def test_no_order_of_warps_changes_a_bit(stages: int, T: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(moe_step_cuda, "_num_stages", lambda *_: stages)
+    # Each program has whole units and parts of them, and one token's first run ends within the ring.
+    call = make_call(T, D=64, F=20, num_shared=2, settings=replace(GROUPED, num_experts_per_tok=2))
+    first = check(call)
+    for seed in range(1, 5):
+        monkeypatch.setattr(moe_step_cuda, "launch", partial(cuda_on_cpu.launch, seed=seed))
+        assert torch.equal(run(call), first)
+
+
+@pytest.mark.parametrize("T", [1, 2])
+def test_a_program_may_have_no_rows(T: int, monkeypatch: pytest.MonkeyPatch):
+    call = make_call(T, D=32, F=1, settings=replace(PLAIN, num_experts_per_tok=1))
+    check(call)
+    for seed in range(1, 5) if IS_INTERPRETED else ():
+        monkeypatch.setattr(moe_step_cuda, "launch", partial(cuda_on_cpu.launch, seed=seed))
+        check(call)
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="a CPU would take minutes")

@@ -78,7 +78,7 @@ __device__ void publish_mbarriers() { asm volatile("fence.mbarrier_init.release.
 __device__ void arrive(Mbarrier* p) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(p)) : "memory");
 }
-// Arrives, for a phase that ends once so many bytes have been copied too.
+// Arrives, for a phase that ends once so many bytes have been copied too; some may have come before.
 __device__ void expect_bytes(Mbarrier* p, int num_bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(p)), "r"(num_bytes)
                  : "memory");
@@ -332,7 +332,10 @@ struct Walk {
 __device__ int share(int num_rows, int p) { return num_rows * p / NUM_PROGRAMS; }
 
 // Where a program is with asking for its rows: three stages a unit, of gate, of up and of W_down transposed, in turn.
-// Every warp keeps one; each asks for a row or two of a stage, so that no warp is long at it.
+// Every warp keeps one; each asks for one row of a stage, so that no warp is long at it.
+// Stage n lies at place n % STAGES; a phase of the place's `full` ends when row 0's warp has said how many bytes come
+// and all have, whichever is first. A place is asked for again once all warps have left it: gate's and up's at the
+// barrier behind their products, that of W_down at `has_left`, for which only warps wait that ask.
 struct Fetcher {
     const uint4 *gate_up, *shared_gate_up, *down, *shared_down;
     const int* expert;
@@ -417,6 +420,8 @@ experts(const uint4* x, const uint4* norm_weight, float eps, int T, const float*
                 tokens |= s.tokens[row / WIDTH];
         touched[p] = tokens;
     }
+    // A program without rows comes to no other barrier before it reads them.
+    if (walk.is_over()) __syncthreads();
 
     float total[TILES][TOKEN_TILES][4] = {};
     const int half = warp / SPLIT, slice = warp % SPLIT;

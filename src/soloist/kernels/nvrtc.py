@@ -32,7 +32,8 @@ PRELUDE = r"""
 constexpr unsigned FULL = 0xffffffffu;
 
 #ifdef __CUDACC__
-#define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
+// Aligned for bulk copies and loads of 16 bytes, whatever the type.
+#define DYNAMIC_SHARED(type, name) extern __shared__ __align__(16) type name[]
 // 16 bytes that are read once. Not `.nc`: the compiler would read it behind the wait for producers.
 __device__ uint4 load_weights(const uint4* p) {
     uint4 x;
