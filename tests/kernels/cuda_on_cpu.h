@@ -240,7 +240,8 @@ static void cpu_exchange_resting(CpuResting& p) {
 static void cpu_run(int programs, int threads, void (*body)()) {
     const int first_block = blockIdx.x;
     // Of how many turns a warp takes one.
-    std::vector<unsigned> rests(threads / 32, 1);
+    const int warps = (threads + 31) / 32;
+    std::vector<unsigned> rests(warps, 1);
     bool stays = false;
     cpu_body = body;
     cpu_cluster.resize(programs);
@@ -276,11 +277,11 @@ static void cpu_run(int programs, int threads, void (*body)()) {
                 // At times a warp is far slower than another one, which takes its time: not with seed 0.
                 if (cpu_seed && cpu_random(64) == 0)
                     for (unsigned& rest : rests) rest = 1u << cpu_random(5);
-                const int first = cpu_random(threads);
-                for (int n = 0; n < threads; ++n) {
-                    const int i = (n / 32 * 32 + first / 32 * 32) % threads + (n ^ first) % 32;
-                    if (n % 32 == 0) stays = cpu_random(rests[i / 32]) != 0;
-                    if (cpu_is_done[i]) continue;
+                const int first = cpu_random(warps * 32);
+                for (int n = 0; n < warps * 32; ++n) {
+                    const int warp = (n / 32 + first / 32) % warps, i = warp * 32 + (n ^ first) % 32;
+                    if (n % 32 == 0) stays = cpu_random(rests[warp]) != 0;
+                    if (i >= threads || cpu_is_done[i]) continue;
                     if (!stays) {
                         threadIdx.x = i;
                         swapcontext(&cpu_scheduler, &cpu_fibers[i]);
