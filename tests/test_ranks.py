@@ -21,7 +21,7 @@ from soloist.engine import Engine
 from soloist.errors import CheckpointError, ContextLengthError, RankLostError, UnsupportedError, UsageError
 from soloist.kernels.mailboxes import num_words, view_mailboxes
 from soloist.prefix import PrefixStore
-from soloist.runtime import rank_processes
+from soloist.runtime import comm, rank_processes
 from soloist.runtime.comm import Leader
 from soloist.runtime.graph import Execution
 from tests.tiny_model import write_tiny_model
@@ -337,6 +337,15 @@ def test_exchanges_with_ranks_that_are_gone_are_ended_whatever_the_device_says()
     group: Any = SimpleNamespace(mailboxes=mailboxes, process_group=BrokenGroup())
     rank_processes.end_exchanges(group)
     assert int(mailboxes.has_failed) == 1
+
+
+def test_multicast_is_off_before_gpus_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, str] = {}
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(comm.dist, "init_process_group", lambda *_, **__: found.update(os.environ))
+    comm._join(0, 2, "tcp://127.0.0.1:1", torch.device("cuda", 0))
+    assert found["NCCL_NVLS_ENABLE"] == "0" and found["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
 
 
 HUNG = """
