@@ -2,13 +2,12 @@
 
 One program per multiprocessor, all there at once:
 
-1. Each chooses the experts from the router's logits by itself and normalises the rows: that costs less than waiting for
-   another launch. What was chosen becomes a list of slots: the shared expert's, then each distinct expert once, in
-   ascending order, with the tokens that take it.
-2. An expert's width f has one row of D in each of its three maps: gate, up, and W_down transposed. All such rows of all
-   slots are one list, of which each program has an equal share. It takes eight f at a time: gate and up of all tokens,
-   then, weighted, their part of all D outputs, so that no program waits for another between the maps. Rows come through
-   a ring in shared memory, copied whole and ahead of their use, and meet the tokens on tensor cores.
+1. Each chooses the experts from the router's logits by itself (`moe_choice_cuda.py`) and normalises the rows: that
+   costs less than waiting for another launch.
+2. An expert's width f has one row of D in each of its three maps: gate, up, and W_down transposed. All such rows of
+   all chosen experts are one list, of which each program has an equal share. It takes eight f at a time: gate and up
+   of all tokens, then, weighted, their part of all D outputs, so that no program waits for another between the maps.
+   Rows come through a ring in shared memory, copied whole and ahead of their use, and meet the tokens on tensor cores.
 3. A program leaves its sums of the tokens that it had a part of, waits until all have, and adds up a few columns.
 
 Weights are read once, in one stream from the choice to the end. Sums are fp32 in an order that is fixed for a step;
@@ -17,11 +16,11 @@ where shares end depends on all its tokens, so a row may round otherwise in othe
 
 from functools import cache
 from math import inf
-from typing import Protocol
 
 import torch
 
 from soloist.errors import UnsupportedError
+from soloist.kernels import bulk_copies_cuda, moe_choice_cuda
 from soloist.kernels.launch import pdl_options
 from soloist.kernels.nvrtc import PRELUDE, launch, load_kernel
 from soloist.kernels.read_ahead import shares
@@ -41,11 +40,9 @@ _ROOM_BYTES = 19 * 1024
 
 _SOURCE = (
     PRELUDE
+    + bulk_copies_cuda.SOURCE
+    + moe_choice_cuda.SOURCE
     + r"""
-constexpr int THREADS = WARPS * 32;
-constexpr int PER_LANE = NUM_EXPERTS / 32;
-constexpr int LANES_PER_GROUP = 32 / NUM_GROUPS;
-constexpr int MAX_SLOTS = NUM_SHARED + (ROWS * NUM_CHOSEN < NUM_EXPERTS ? ROWS * NUM_CHOSEN : NUM_EXPERTS);
 // A unit is up to UNIT rows of each of an expert's three maps; a stage holds those of one map.
 // 16 bytes more than a row, so that eight rows begin in different banks.
 constexpr int ROW_BYTES = HIDDEN * 2, PITCH = ROW_BYTES + 16, STAGE_BYTES = UNIT * PITCH;
@@ -69,43 +66,6 @@ __device__ void wait_for_all_programs(unsigned long long* arrivals) {
     }
     __syncthreads();
 }
-typedef unsigned long long Mbarrier;
-__device__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
-__device__ void init_mbarrier(Mbarrier* p, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(p)), "r"(arrivals) : "memory");
-}
-__device__ void publish_mbarriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ void arrive(Mbarrier* p) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(p)) : "memory");
-}
-// Arrives, for a phase that ends once so many bytes have been copied too; some may have come before.
-__device__ void expect_bytes(Mbarrier* p, int num_bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(p)), "r"(num_bytes)
-                 : "memory");
-}
-__device__ void wait_for_phase(Mbarrier* p, int parity) {
-    unsigned is_over = 0;
-    while (!is_over)
-        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                     : "=r"(is_over) : "r"(shared_address(p)), "r"(parity) : "memory");
-}
-// Of what is read once: it is the first to leave the L2.
-__device__ void copy_to_shared(void* to, const void* from, int num_bytes, Mbarrier* p) {
-    unsigned long long policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-        ::"r"(shared_address(to)), "l"(from), "r"(num_bytes), "r"(shared_address(p)), "l"(policy) : "memory");
-}
-// Tiles of 8 x 8 bf16, a lane's `row` is row lane % 8 of tile lane / 8; each lane gets its pair of every tile.
-__device__ void load_tiles(unsigned (&w)[4], const void* row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(shared_address(row)) : "memory");
-}
-__device__ void load_transposed_tiles(unsigned (&w)[2], const void* row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-                 : "=r"(w[0]), "=r"(w[1]) : "r"(shared_address(row)) : "memory");
-}
 #else
 __device__ void wait_for_all_programs(unsigned long long*) { arrive_at_cluster(), wait_for_cluster(); }
 #endif
@@ -119,169 +79,6 @@ __device__ void multiply(const uint4& w, const uint4& x, float& even, float& odd
     odd += high(w.z) * high(x.z);
     even += low(w.w) * low(x.w);
     odd += high(w.w) * high(x.w);
-}
-
-// Larger floats have larger keys; 0 is below all of them.
-__device__ unsigned key_of(float x) {
-    unsigned bits = __float_as_uint(x);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-// How many lanes have a larger key, or an equal one and come before.
-__device__ int rank_of(unsigned key) {
-    const int lane = threadIdx.x % 32;
-    int rank = 0;
-#pragma unroll
-    for (int l = 0; l < 32; ++l) {
-        const unsigned other = __shfl_sync(FULL, key, l);
-        rank += other > key || (other == key && l < lane);
-    }
-    return rank;
-}
-
-// Lane l's run of PER_LANE floats.
-__device__ void load_run(const float* from, float* to) {
-    const float* p = from + threadIdx.x % 32 * PER_LANE;
-    if (PER_LANE % 4 == 0) {
-#pragma unroll
-        for (int j = 0; j < PER_LANE; j += 4) {
-            const uint4 four = *(const uint4*)(p + j);
-            to[j] = __uint_as_float(four.x), to[j + 1] = __uint_as_float(four.y);
-            to[j + 2] = __uint_as_float(four.z), to[j + 3] = __uint_as_float(four.w);
-        }
-    } else
-#pragma unroll
-        for (int j = 0; j < PER_LANE; ++j) to[j] = p[j];
-}
-
-struct Choice {
-    // Per slot: its expert, unless it is a shared one, and the tokens that take it, as bits; per slot and token the
-    // weight.
-    int expert[MAX_SLOTS];
-    unsigned tokens[MAX_SLOTS];
-    float weight[MAX_SLOTS * ROWS];
-    int num_slots;
-    unsigned active[32];
-    int before[32];
-    int chosen[ROWS * NUM_CHOSEN];
-    float chosen_weight[ROWS * NUM_CHOSEN];
-};
-static_assert(sizeof(Choice) == CHOICE_BYTES, "the launcher counts on another size");
-
-// One token by one warp: lane l holds the experts l * PER_LANE and up, so a group of experts is a run of lanes.
-// `candidates`: 32 of the warp's own.
-__device__ void choose_of_token(Choice& s, int t, const float* logits, const float* add, uint2* candidates) {
-    const int lane = threadIdx.x % 32;
-    const float* row = logits + (size_t)t * NUM_EXPERTS;
-    float score[PER_LANE];
-    unsigned key[PER_LANE];
-    load_run(row, score);
-    float first = -3e38f, second = -3e38f;
-#pragma unroll
-    for (int j = 0; j < PER_LANE; ++j) {
-        const float biased = sigmoid(score[j]) + add[j];
-        key[j] = key_of(biased);
-        second = fmaxf(second, fminf(first, biased));
-        first = fmaxf(first, biased);
-    }
-    if (NUM_GROUPS > 1) {
-        // A group counts as its two largest; it stays if fewer than TOPK_GROUPS others are larger, or equal and lower.
-        for (int o = 1; o < LANES_PER_GROUP; o <<= 1) {
-            const float other_first = __shfl_xor_sync(FULL, first, o), other_second = __shfl_xor_sync(FULL, second, o);
-            second = fmaxf(fminf(first, other_first), fmaxf(second, other_second));
-            first = fmaxf(first, other_first);
-        }
-        // Of a single expert there is no second.
-        const float mine = PER_LANE * LANES_PER_GROUP > 1 ? first + second : first;
-        const int group = lane / LANES_PER_GROUP;
-        int rank = 0;
-#pragma unroll
-        for (int g = 0; g < NUM_GROUPS; ++g) {
-            const float other = __shfl_sync(FULL, mine, g * LANES_PER_GROUP);
-            rank += other > mine || (other == mine && g < group);
-        }
-        if (rank >= TOPK_GROUPS)
-#pragma unroll
-            for (int j = 0; j < PER_LANE; ++j) key[j] = 0;
-    }
-    // As many lanes as experts are chosen have a key that is not below `bound`, so no key below it is chosen.
-    unsigned best = 0, is_candidate = 0;
-#pragma unroll
-    for (int j = 0; j < PER_LANE; ++j) best = max(best, key[j]);
-    const unsigned bound = __shfl_sync(FULL, best, __ffs(__ballot_sync(FULL, rank_of(best) == NUM_CHOSEN - 1)) - 1);
-#pragma unroll
-    for (int j = 0; j < PER_LANE; ++j) is_candidate |= unsigned(key[j] && key[j] >= bound) << j;
-    int behind = __popc(is_candidate);
-    for (int o = 1; o < 32; o <<= 1) {
-        const int other = __shfl_up_sync(FULL, behind, o);
-        if (lane >= o) behind += other;
-    }
-    const int num_candidates = __shfl_sync(FULL, behind, 31);
-    if (num_candidates <= 32) {
-        // One a lane, in ascending order of experts.
-        uint2* mine = candidates + behind - __popc(is_candidate);
-#pragma unroll
-        for (int j = 0; j < PER_LANE; ++j)
-            if (is_candidate >> j & 1u) *mine++ = make_uint2(key[j], lane * PER_LANE + j);
-        __syncwarp();
-        const uint2 candidate = lane < num_candidates ? candidates[lane] : make_uint2(0, 0);
-        const int rank = rank_of(candidate.x);
-        if (rank < NUM_CHOSEN) {
-            s.chosen[t * NUM_CHOSEN + rank] = candidate.y;
-            atomicOr(&s.active[candidate.y / PER_LANE], 1u << candidate.y % PER_LANE);
-        }
-    } else {
-        unsigned taken = 0;
-        for (int a = 0; a < NUM_CHOSEN; ++a) {
-            unsigned best = 0, equal = 0;
-#pragma unroll
-            for (int j = 0; j < PER_LANE; ++j) best = max(best, key[j]);
-            const unsigned highest = __reduce_max_sync(FULL, best);
-            if (lane == __ffs(__ballot_sync(FULL, best == highest)) - 1) {
-#pragma unroll
-                for (int j = 0; j < PER_LANE; ++j) equal |= unsigned(key[j] == highest) << j;
-                const int lowest = __ffs(equal) - 1;
-#pragma unroll
-                for (int j = 0; j < PER_LANE; ++j) key[j] = j == lowest ? 0 : key[j];
-                taken |= 1u << lowest;
-                s.chosen[t * NUM_CHOSEN + a] = lane * PER_LANE + lowest;
-            }
-        }
-        if (taken) atomicOr(&s.active[lane], taken);
-    }
-    __syncwarp();
-    const float mine = lane < NUM_CHOSEN ? sigmoid(row[s.chosen[t * NUM_CHOSEN + lane]]) : 0.f;
-    const float factor = ROUTED_SCALE / (sum_of_lanes(mine) + 1e-20f);
-    if (lane < NUM_CHOSEN) s.chosen_weight[t * NUM_CHOSEN + lane] = mine * factor;
-}
-
-__device__ void choose_experts(Choice& s, int num_tokens, const float* logits, const float* add, uint2* candidates) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (int i = threadIdx.x; i < MAX_SLOTS; i += THREADS) s.tokens[i] = i < NUM_SHARED ? (1u << num_tokens) - 1u : 0u;
-    for (int i = threadIdx.x; i < NUM_SHARED * ROWS; i += THREADS) s.weight[i] = 1.f;
-    if (threadIdx.x < 32) s.active[lane] = 0;
-    __syncthreads();
-    for (int t = warp; t < num_tokens; t += WARPS) choose_of_token(s, t, logits, add, candidates + 32 * warp);
-    __syncthreads();
-    if (warp == 0) {
-        const int mine = __popc(s.active[lane]);
-        int before = mine;
-        for (int o = 1; o < 32; o <<= 1) {
-            const int other = __shfl_up_sync(FULL, before, o);
-            if (lane >= o) before += other;
-        }
-        s.before[lane] = NUM_SHARED + before - mine;
-        if (lane == 31) s.num_slots = NUM_SHARED + before;
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < num_tokens * NUM_CHOSEN; i += THREADS) {
-        const int t = i / NUM_CHOSEN, expert = s.chosen[i], owner = expert / PER_LANE;
-        const int slot = s.before[owner] + __popc(s.active[owner] & ((1u << expert % PER_LANE) - 1u));
-        s.expert[slot] = expert;
-        s.weight[slot * ROWS + t] = s.chosen_weight[i];
-        atomicOr(&s.tokens[slot], 1u << t);
-    }
-    __syncthreads();
 }
 
 // h (D_PIECES) = norm of x's row t, by a warp.
@@ -366,6 +163,135 @@ struct Fetcher {
     }
 };
 
+// Gate or up of (token, row of the unit), over a warp's part of the inputs: the lane's part of a tile.
+__device__ float4 multiply_rows(const char* rows, const char* h_row, int slice) {
+    float sum[2][4] = {};
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+        if (INPUT_TILES % SPLIT && slice + SPLIT * i >= INPUT_TILES) break;
+        const int k = SPLIT * i * 64;
+        unsigned w[4], x[4];
+        load_tiles(w, rows + k);
+        load_tiles(x, h_row + k);
+        if (TOKEN_TILES == 1) {
+            multiply_tile(sum[0], x[0], 0, x[1], 0, w[0], w[1]);
+            multiply_tile(sum[1], x[2], 0, x[3], 0, w[2], w[3]);
+        } else {
+            multiply_tile(sum[0], x[0], x[1], x[2], x[3], w[0], w[1]);
+            load_tiles(x, h_row + k + 32);
+            multiply_tile(sum[1], x[0], x[1], x[2], x[3], w[2], w[3]);
+        }
+    }
+    return make_float4(sum[0][0] + sum[1][0], sum[0][1] + sum[1][1], sum[0][2] + sum[1][2], sum[0][3] + sum[1][3]);
+}
+
+typedef unsigned Activations[2][TOKEN_TILES * 8][UNIT / 2];
+
+// By a warp for a tile of tokens: what all warps summed becomes weighted activations, in two bf16 parts.
+__device__ void activate(const Choice& s, int slot, int num_rows, int num_tokens, float bound, const float4* sums,
+                         Activations& act) {
+    const int tile = threadIdx.x / 32, lane = threadIdx.x % 32, t = tile * 8 + lane / 4;
+    float g[2] = {}, u[2] = {};
+#pragma unroll
+    for (int i = 0; i < SPLIT; ++i) {
+        const float2 of_gate = ((const float2*)&sums[i * 32 + lane])[tile];
+        const float2 of_up = ((const float2*)&sums[(SPLIT + i) * 32 + lane])[tile];
+        g[0] += of_gate.x, g[1] += of_gate.y, u[0] += of_up.x, u[1] += of_up.y;
+    }
+    const float weight = t < num_tokens && s.tokens[slot] >> t & 1u ? s.weight[slot * ROWS + t] : 0.f;
+    unsigned parts[2] = {};
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+        // Comparisons that a NaN passes through.
+        float silu = g[j] * sigmoid(g[j]);
+        silu = silu > bound ? bound : silu;
+        const float clamped = u[j] > bound ? bound : u[j] < -bound ? -bound : u[j];
+        float a = 0.f;
+        if (weight != 0.f && lane % 4 * 2 + j < num_rows) a = low(to_bf16(silu * clamped)) * weight;
+        const unsigned first = to_bf16(a);
+        parts[0] |= first << 16 * j;
+        parts[1] |= to_bf16(a - low(first)) << 16 * j;
+    }
+    act[0][t][lane % 4] = parts[0];
+    act[1][t][lane % 4] = parts[1];
+}
+
+// A lane's part of (output, token), of every so-manieth sixteen outputs.
+typedef float Totals[TILES][TOKEN_TILES][4];
+
+// Both parts of the activations meet the same rows of W_down transposed; rows that are not there are no numbers.
+__device__ void add_outputs(Totals& total, const char* rows, const Activations& act, int num_rows) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_pair_rows = num_rows - lane % 4 * 2;
+    const unsigned mask = num_pair_rows > 1 ? ~0u : num_pair_rows > 0 ? 0xffffu : 0u;
+    unsigned part[TOKEN_TILES][2];
+#pragma unroll
+    for (int i = 0; i < TOKEN_TILES; ++i)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) part[i][j] = act[j][i * 8 + lane / 4][lane % 4];
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) {
+        if (D_TILES % WARPS && warp + WARPS * i >= D_TILES) break;
+        unsigned w[2];
+        load_transposed_tiles(w, rows + WARPS * i * 32);
+        w[0] &= mask, w[1] &= mask;
+#pragma unroll
+        for (int j = 0; j < TOKEN_TILES; ++j)
+            multiply_tile(total[i][j], w[0], w[1], w[0], w[1], part[j][0], part[j][1]);
+    }
+}
+
+// partial (T, HIDDEN) of a program = its sums, of the tokens in `touched`.
+__device__ void leave_sums(const Totals& total, unsigned touched, int T, float* partial) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < TOKEN_TILES; ++i)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const int t = i * 8 + lane % 4 * 2 + j;
+            if (t >= T || !(touched >> t & 1u)) continue;
+            float* p = partial + (size_t)t * HIDDEN + lane / 4;
+#pragma unroll
+            for (int k = 0; k < TILES; ++k) {
+                const int d = warp + WARPS * k;
+                if (D_TILES % WARPS && d >= D_TILES) break;
+                p[d * 16] = total[k][i][j];
+                p[d * 16 + 8] = total[k][i][2 + j];
+            }
+        }
+}
+
+// out (T, HIDDEN) = residual + what the programs left: a few outputs of a token by a warp.
+__device__ void add_up(const float* partial, const unsigned* touched, int T, const unsigned short* residual,
+                       unsigned short* out) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    // LANES float4, of PARTS programs at a time, all on their way at once.
+    constexpr int LANES = ROWS == 1 ? 2 : 4, PARTS = 32 / LANES, LOADS = (NUM_PROGRAMS + PARTS - 1) / PARTS;
+    constexpr int ITEMS = HIDDEN / (4 * LANES);
+    for (int item = warp * NUM_PROGRAMS + blockIdx.x; item < T * ITEMS; item += NUM_PROGRAMS * WARPS) {
+        const int t = item / ITEMS;
+        const size_t at = (size_t)t * HIDDEN + (item % ITEMS * LANES + lane % LANES) * 4;
+        const uint2 old = residual ? *(const uint2*)(residual + at) : make_uint2(0, 0);
+        float4 part[LOADS];
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            const int p = lane / LANES + PARTS * i;
+            part[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+            if (p < NUM_PROGRAMS && touched[p] >> t & 1u)
+                part[i] = __ldcg((const float4*)(partial + (size_t)p * T * HIDDEN + at));
+        }
+        float y[4] = {};
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) y[0] += part[i].x, y[1] += part[i].y, y[2] += part[i].z, y[3] += part[i].w;
+#pragma unroll
+        for (int o = LANES; o < 32; o <<= 1)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) y[j] += __shfl_xor_sync(FULL, y[j], o);
+        if (lane < LANES)
+            *(uint2*)(out + at) = make_uint2(to_bf16(y[0] + low(old.x)) | to_bf16(y[1] + high(old.x)) << 16,
+                                             to_bf16(y[2] + low(old.y)) | to_bf16(y[3] + high(old.y)) << 16);
+    }
+}
+
 // down (E, F, D) and shared_down (Fs, D) are transposed. partial (programs, T, HIDDEN) fp32: each program's sums over
 // its rows, of the tokens that take one of them. out (T, HIDDEN) = residual + all partial sums; residual may be null.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -381,7 +307,7 @@ experts(const uint4* x, const uint4* norm_weight, float eps, int T, const float*
     __shared__ unsigned touched[NUM_PROGRAMS];
     // Each warp's sums over its part of the inputs, and weighted activations in two bf16 parts.
     __shared__ float4 sums[THREADS];
-    __shared__ unsigned act[2][TOKEN_TILES * 8][UNIT / 2];
+    __shared__ Activations act;
     DYNAMIC_SHARED(char, stages);
     char* h = stages + STAGES * STAGE_BYTES;
     // One token: every program begins with a share of the shared expert, which is known before the choice.
@@ -423,7 +349,7 @@ experts(const uint4* x, const uint4* norm_weight, float eps, int T, const float*
     // A program without rows comes to no other barrier before it reads them.
     if (walk.is_over()) __syncthreads();
 
-    float total[TILES][TOKEN_TILES][4] = {};
+    Totals total = {};
     const int half = warp / SPLIT, slice = warp % SPLIT;
     // Where this lane reads tokens and rows as operands; tokens that are not there are the last again.
     const int token = TOKEN_TILES == 1 ? lane % 8 : lane % 16;
@@ -433,84 +359,17 @@ experts(const uint4* x, const uint4* norm_weight, float eps, int T, const float*
     const auto wait = [&](int n) { wait_for_phase(&full[n % STAGES], n / STAGES & 1); };
     for (int n = 0; !walk.is_over(); n += 3, walk.advance()) {
         const int slot = walk.slot(), num_unit_rows = walk.num_rows();
-        // (token, row) of gate or up over a part of the inputs.
         wait(n + half);
-        float sum[2][4] = {};
-        {
-            const char* rows = stages + (n + half) % STAGES * STAGE_BYTES + of_map;
-#pragma unroll
-            for (int i = 0; i < STEPS; ++i) {
-                if (INPUT_TILES % SPLIT && slice + SPLIT * i >= INPUT_TILES) break;
-                const int k = SPLIT * i * 64;
-                unsigned w[4], x[4];
-                load_tiles(w, rows + k);
-                load_tiles(x, h_row + k);
-                if (TOKEN_TILES == 1) {
-                    multiply_tile(sum[0], x[0], 0, x[1], 0, w[0], w[1]);
-                    multiply_tile(sum[1], x[2], 0, x[3], 0, w[2], w[3]);
-                } else {
-                    multiply_tile(sum[0], x[0], x[1], x[2], x[3], w[0], w[1]);
-                    load_tiles(x, h_row + k + 32);
-                    multiply_tile(sum[1], x[0], x[1], x[2], x[3], w[2], w[3]);
-                }
-            }
-        }
-        sums[threadIdx.x] = make_float4(sum[0][0] + sum[1][0], sum[0][1] + sum[1][1], sum[0][2] + sum[1][2],
-                                        sum[0][3] + sum[1][3]);
+        sums[threadIdx.x] = multiply_rows(stages + (n + half) % STAGES * STAGE_BYTES + of_map, h_row, slice);
         __syncthreads();
         // Both stages are left.
         if (!fetcher.walk.is_over()) fetcher.fetch(warp);
         if (!fetcher.walk.is_over()) fetcher.fetch(warp - (WARPS - UNIT));
-        if (warp < TOKEN_TILES) {
-            const int t = warp * 8 + lane / 4;
-            float g[2] = {}, u[2] = {};
-#pragma unroll
-            for (int i = 0; i < SPLIT; ++i) {
-                const float2 of_gate = ((const float2*)&sums[i * 32 + lane])[warp];
-                const float2 of_up = ((const float2*)&sums[(SPLIT + i) * 32 + lane])[warp];
-                g[0] += of_gate.x, g[1] += of_gate.y, u[0] += of_up.x, u[1] += of_up.y;
-            }
-            const float bound = slot < NUM_SHARED ? shared_limit : limit;
-            const float weight = t < T && s.tokens[slot] >> t & 1u ? s.weight[slot * ROWS + t] : 0.f;
-            unsigned parts[2] = {};
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                // Comparisons that a NaN passes through.
-                float silu = g[j] * sigmoid(g[j]);
-                silu = silu > bound ? bound : silu;
-                const float clamped = u[j] > bound ? bound : u[j] < -bound ? -bound : u[j];
-                float a = 0.f;
-                if (weight != 0.f && lane % 4 * 2 + j < num_unit_rows) a = low(to_bf16(silu * clamped)) * weight;
-                const unsigned first = to_bf16(a);
-                parts[0] |= first << 16 * j;
-                parts[1] |= to_bf16(a - low(first)) << 16 * j;
-            }
-            act[0][t][lane % 4] = parts[0];
-            act[1][t][lane % 4] = parts[1];
-        }
+        const float bound = slot < NUM_SHARED ? shared_limit : limit;
+        if (warp < TOKEN_TILES) activate(s, slot, num_unit_rows, T, bound, sums, act);
         __syncthreads();
-        // Both parts of the activations meet the same rows; rows that are not there are no numbers.
-        unsigned part[TOKEN_TILES][2];
-#pragma unroll
-        for (int i = 0; i < TOKEN_TILES; ++i)
-#pragma unroll
-            for (int j = 0; j < 2; ++j) part[i][j] = act[j][i * 8 + lane / 4][lane % 4];
-        const int num_pair_rows = num_unit_rows - lane % 4 * 2;
-        const unsigned mask = num_pair_rows > 1 ? ~0u : num_pair_rows > 0 ? 0xffffu : 0u;
         wait(n + 2);
-        {
-            const char* rows = stages + (n + 2) % STAGES * STAGE_BYTES + of_down;
-#pragma unroll
-            for (int i = 0; i < TILES; ++i) {
-                if (D_TILES % WARPS && warp + WARPS * i >= D_TILES) break;
-                unsigned w[2];
-                load_transposed_tiles(w, rows + WARPS * i * 32);
-                w[0] &= mask, w[1] &= mask;
-#pragma unroll
-                for (int j = 0; j < TOKEN_TILES; ++j)
-                    multiply_tile(total[i][j], w[0], w[1], w[0], w[1], part[j][0], part[j][1]);
-            }
-        }
+        add_outputs(total, stages + (n + 2) % STAGES * STAGE_BYTES + of_down, act, num_unit_rows);
         __syncwarp();
         if (lane == 0) arrive(&has_left);
         if (!fetcher.walk.is_over()) {
@@ -518,64 +377,12 @@ experts(const uint4* x, const uint4* norm_weight, float eps, int T, const float*
             fetcher.fetch(warp);
         }
     }
-#pragma unroll
-    for (int i = 0; i < TOKEN_TILES; ++i)
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const int t = i * 8 + lane % 4 * 2 + j;
-            if (t >= T || !(touched[b] >> t & 1u)) continue;
-            float* p = partial + ((size_t)b * T + t) * HIDDEN + lane / 4;
-#pragma unroll
-            for (int k = 0; k < TILES; ++k) {
-                const int d = warp + WARPS * k;
-                if (D_TILES % WARPS && d >= D_TILES) break;
-                p[d * 16] = total[k][i][j];
-                p[d * 16 + 8] = total[k][i][2 + j];
-            }
-        }
+    leave_sums(total, touched[b], T, partial + (size_t)b * T * HIDDEN);
     wait_for_all_programs(arrivals);
-    // A few outputs of a token by a warp: LANES float4, of PARTS programs at a time, all on their way at once.
-    constexpr int LANES = ROWS == 1 ? 2 : 4, PARTS = 32 / LANES, LOADS = (NUM_PROGRAMS + PARTS - 1) / PARTS;
-    constexpr int ITEMS = HIDDEN / (4 * LANES);
-    for (int item = warp * NUM_PROGRAMS + b; item < T * ITEMS; item += NUM_PROGRAMS * WARPS) {
-        const int t = item / ITEMS;
-        const size_t at = (size_t)t * HIDDEN + (item % ITEMS * LANES + lane % LANES) * 4;
-        const uint2 old = residual ? *(const uint2*)(residual + at) : make_uint2(0, 0);
-        float4 part[LOADS];
-#pragma unroll
-        for (int i = 0; i < LOADS; ++i) {
-            const int p = lane / LANES + PARTS * i;
-            part[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-            if (p < NUM_PROGRAMS && touched[p] >> t & 1u)
-                part[i] = __ldcg((const float4*)(partial + (size_t)p * T * HIDDEN + at));
-        }
-        float y[4] = {};
-#pragma unroll
-        for (int i = 0; i < LOADS; ++i) y[0] += part[i].x, y[1] += part[i].y, y[2] += part[i].z, y[3] += part[i].w;
-#pragma unroll
-        for (int o = LANES; o < 32; o <<= 1)
-#pragma unroll
-            for (int j = 0; j < 4; ++j) y[j] += __shfl_xor_sync(FULL, y[j], o);
-        if (lane < LANES)
-            *(uint2*)(out + at) = make_uint2(to_bf16(y[0] + low(old.x)) | to_bf16(y[1] + high(old.x)) << 16,
-                                             to_bf16(y[2] + low(old.y)) | to_bf16(y[3] + high(old.y)) << 16);
-    }
+    add_up(partial, touched, T, residual, out);
 }
 """
 )
-
-
-class RouterShape(Protocol):
-    """What a launch needs of `moe.RouterSettings`."""
-
-    @property
-    def num_experts_per_tok(self) -> int: ...
-    @property
-    def n_group(self) -> int: ...
-    @property
-    def topk_group(self) -> int: ...
-    @property
-    def routed_scaling_factor(self) -> float: ...
 
 
 @cache
@@ -590,12 +397,6 @@ def _arrivals(device: torch.device) -> torch.Tensor:
     return torch.zeros((), dtype=torch.int64, device=device)
 
 
-def _choice_bytes(num_experts: int, num_chosen: int, num_shared: int, rows: int) -> int:
-    """Size of the kernel's `Choice`, of as many slots as there can be."""
-    slots = num_shared + min(rows * num_chosen, num_experts)
-    return slots * (8 + 4 * rows) + 4 + 2 * 32 * 4 + 2 * rows * num_chosen * 4
-
-
 def _size(T: int) -> tuple[int, int]:
     """Rows and warps that a kernel is compiled for: a step of one token, of a tile of eight, of two."""
     rows = next(rows for rows in (1, 8, MAX_ROWS) if rows >= T)
@@ -603,11 +404,11 @@ def _size(T: int) -> tuple[int, int]:
     return rows, 8 if rows <= 8 else 16
 
 
-def _num_stages(T: int, D: int, E: int, router: RouterShape, num_shared: int, num_programs: int) -> int:
+def _num_stages(T: int, D: int, E: int, router: moe_choice_cuda.RouterShape, num_shared: int, num_programs: int) -> int:
     """Stages of the ring; 0: what else has to be there leaves too little shared memory."""
     rows, warps = _size(T)
     pitch = 2 * D + 16
-    static_bytes = _choice_bytes(E, router.num_experts_per_tok, num_shared, rows)
+    static_bytes = moe_choice_cuda.choice_bytes(E, router.num_experts_per_tok, num_shared, rows)
     # The warps' sums, who is touched, activations, and the barriers.
     static_bytes += warps * 512 + num_programs * 4 + 512 + 64
     room = _MAX_SHARED_BYTES - static_bytes - T * pitch
@@ -617,7 +418,9 @@ def _num_stages(T: int, D: int, E: int, router: RouterShape, num_shared: int, nu
     return max(_MIN_STAGES, min(_MAX_STAGES, most))
 
 
-def can_run(x: torch.Tensor, down: torch.Tensor, shared_down: torch.Tensor | None, router: RouterShape) -> bool:
+def can_run(
+    x: torch.Tensor, down: torch.Tensor, shared_down: torch.Tensor | None, router: moe_choice_cuda.RouterShape
+) -> bool:
     """Say whether the kernel takes a step of these sizes: others run as a prompt does."""
     (T, D), (E, _, F) = x.shape, down.shape
     num_shared, rest = divmod(0 if shared_down is None else shared_down.shape[1], F)
@@ -635,7 +438,7 @@ def run_experts(
     down: torch.Tensor,
     shared_gate_up: torch.Tensor | None,
     shared_down: torch.Tensor | None,
-    router: RouterShape,
+    router: moe_choice_cuda.RouterShape,
     *,
     limit: float | None,
     shared_limit: float | None,
@@ -689,7 +492,7 @@ def run_experts(
         "TOPK_GROUPS": router.topk_group,
         "NUM_CHOSEN": router.num_experts_per_tok,
         "NUM_SHARED": num_shared,
-        "CHOICE_BYTES": _choice_bytes(E, router.num_experts_per_tok, num_shared, rows),
+        "CHOICE_BYTES": moe_choice_cuda.choice_bytes(E, router.num_experts_per_tok, num_shared, rows),
         "ROWS": rows,
         "WARPS": warps,
         "UNIT": _UNIT,
