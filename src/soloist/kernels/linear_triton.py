@@ -66,8 +66,8 @@ def settings_for(num_outputs: int, num_inputs: int, *, has_gate: bool = False) -
     if num_inputs > 4096:
         # Long rows: two programs to a multiprocessor, most of their weights on the way at once.
         return StripSettings(warps=4, run=4, tiles=1, ahead=6, outputs=min(max(triton.cdiv(num_outputs, 256), 1), 8))
-    if num_outputs <= 1056 and num_inputs > 2048:
-        # A program to a multiprocessor at most: many rows' inputs take longer than a few weights.
+    if num_outputs <= 512 and num_inputs > 2048:
+        # A large model's router: more programs, all of their weights on the way at once.
         return StripSettings(warps=4, run=4, tiles=1, ahead=6, outputs=8)
     return StripSettings(warps=4, run=4, tiles=2, ahead=3, outputs=16)
 

@@ -44,8 +44,7 @@ _SOURCE = (
     + moe_choice_cuda.SOURCE
     + r"""
 // A unit is up to UNIT rows of each of an expert's three maps; a stage holds those of one map.
-// 16 bytes more than a row, so that eight rows begin in different banks.
-constexpr int ROW_BYTES = HIDDEN * 2, PITCH = ROW_BYTES + 16, STAGE_BYTES = UNIT * PITCH;
+constexpr int ROW_BYTES = HIDDEN * 2, STAGE_BYTES = UNIT * PITCH;
 // Tokens come in tiles of eight. Half of the warps take gate, half up; each a part of the inputs, STEPS times 32.
 constexpr int TOKEN_TILES = ROWS > 8 ? 2 : 1, SPLIT = WARPS / 2;
 constexpr int INPUT_TILES = HIDDEN / 32, STEPS = (INPUT_TILES + SPLIT - 1) / SPLIT;
@@ -404,10 +403,15 @@ def _size(T: int) -> tuple[int, int]:
     return rows, 8 if rows <= 8 else 16
 
 
+def _pitch(D: int) -> int:
+    """Bytes from row to row in shared memory: 16 more than a row has, so that eight rows begin in different banks."""
+    return 2 * D + 16
+
+
 def _num_stages(T: int, D: int, E: int, router: moe_choice_cuda.RouterShape, num_shared: int, num_programs: int) -> int:
     """Stages of the ring; 0: what else has to be there leaves too little shared memory."""
     rows, warps = _size(T)
-    pitch = 2 * D + 16
+    pitch = _pitch(D)
     static_bytes = moe_choice_cuda.choice_bytes(E, router.num_experts_per_tok, num_shared, rows)
     # The warps' sums, who is touched, activations, and the barriers.
     static_bytes += warps * 512 + num_programs * 4 + 512 + 64
@@ -496,6 +500,7 @@ def run_experts(
         "ROWS": rows,
         "WARPS": warps,
         "UNIT": _UNIT,
+        "PITCH": _pitch(D),
         "STAGES": num_stages,
         "NUM_PROGRAMS": num_programs,
         "ROUTED_SCALE": f"{float(router.routed_scaling_factor)!r}f",
@@ -510,6 +515,6 @@ def run_experts(
         inf if limit is None else limit, inf if shared_limit is None else shared_limit,
         x if adds_residual else None, partial, _arrivals(device),
         *((None, 0, 0) if ahead is None else ahead), out,
-        shared_bytes=(_UNIT * num_stages + T) * (2 * D + 16),
+        shared_bytes=(_UNIT * num_stages + T) * _pitch(D),
     )  # fmt: skip
     return out
