@@ -15,7 +15,7 @@ from kernel_rows import CONTEXT_LEN, WIDTHS, KernelRows, error
 from soloist.kernels import (
     kda,
     kda_commit_cuda,
-    kda_triton,
+    kda_step_cuda,
     kda_verify_cuda,
     mla,
     moe,
@@ -148,9 +148,9 @@ def bench_kda(shape: Shape, rows: KernelRows) -> None:
         if T == 1:
             plain, cache = copy(cache_of[0]), copy(cache_of[0])
             ref = kda.kda_recurrent_ref(inputs, weights, plain)
-            out = kda_triton.step(inputs, weights, cache)
+            out = kda_step_cuda.step(inputs, weights, cache)
             rows.check(f"{shape.name} kda_step", T, error(out, ref), error(cache.state, plain.state))
-            us = time_chain([lambda x=x: kda_triton.step(inputs, weights, x) for x in cache_of])
+            us = time_chain([lambda x=x: kda_step_cuda.step(inputs, weights, x) for x in cache_of])
             rows.add(shape.name, "kda_step", T, us, 2 * state_bytes)
         for law in (-5.0, None):
             of_law = weights._replace(lower_bound=law)

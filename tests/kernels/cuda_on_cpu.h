@@ -42,6 +42,7 @@ static inline unsigned __float_as_uint(float x) { return cpu_bits<unsigned>(x); 
 static inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int __ffs(unsigned x) { return __builtin_ffs(x); }
+static void __trap() { __builtin_trap(); }
 template <class T> static T __ldcg(const T* p) { return *p; }
 
 static unsigned cpu_seed;
@@ -135,11 +136,6 @@ static void cpu_end_copy(size_t i) {
     std::memcpy(copy.to, copy.from, copy.num_bytes);
     copy.barrier->bytes -= copy.num_bytes, cpu_end_phase(copy.barrier);
 }
-static void wait_for_phase(Mbarrier* p, int parity) {
-    for (; (p->phase & 1) == parity; cpu_yield())
-        for (size_t i = cpu_copies.size(); i--;)
-            if (cpu_copies[i].barrier == p) cpu_end_copy(i);
-}
 static void copy_to_shared(void* to, const void* from, int num_bytes, Mbarrier* p) {
     assert(((size_t)to | (size_t)from | num_bytes) % 16 == 0);
     std::memset(to, 0xff, num_bytes);
@@ -200,7 +196,7 @@ struct CpuResting {
     std::vector<CpuFragments> fragments;
     std::vector<CpuCopy> copies;
     CpuBarrier program;
-    // Of each thread: the cluster's barrier that it has come to, and whether it waits there.
+    // Of each thread: the cluster's barrier that it has come to, and whether it waits there or for a phase.
     std::vector<int> round;
     std::vector<char> is_waiting;
 };
@@ -213,6 +209,7 @@ static void arrive_at_cluster() {
     cpu_cluster[cpu_program_of_cluster].round[threadIdx.x] = b.round;
     if (++b.count == b.size) { b.count = 0; ++b.round; }
 }
+static void arrive_at_cluster_at_once() { arrive_at_cluster(); }
 static void wait_for_cluster() {
     const int me = threadIdx.x;
     CpuResting& mine = cpu_cluster[cpu_program_of_cluster];
@@ -222,6 +219,23 @@ static void wait_for_cluster() {
 template <class T> static void store_to_peer(T* p, int program, T x) {
     if (program == cpu_program_of_cluster) *p = x;
     else std::memcpy(&cpu_cluster[program].shared[(char*)p - __start_shared_memory], &x, sizeof x);
+}
+
+static void wait_for_phase(Mbarrier* p, int parity) {
+    const int me = threadIdx.x;
+    std::vector<char>& is_waiting = cpu_cluster[cpu_program_of_cluster].is_waiting;
+    for (; (p->phase & 1) == parity; cpu_yield()) {
+        is_waiting[me] = 1;
+        for (size_t i = cpu_copies.size(); i--;)
+            if (cpu_copies[i].barrier == p) cpu_end_copy(i);
+    }
+    is_waiting[me] = 0;
+}
+static void send_to_peer(float* p, int program, float x, Mbarrier* barrier) {
+    store_to_peer(p, program, x);
+    if (program != cpu_program_of_cluster)
+        barrier = (Mbarrier*)&cpu_cluster[program].shared[(char*)barrier - __start_shared_memory];
+    barrier->bytes -= sizeof x, cpu_end_phase(barrier);
 }
 
 // Makes a program of the cluster the one that runs, or puts it back.
@@ -271,7 +285,7 @@ static void cpu_run(int programs, int threads, void (*body)()) {
             CpuResting& p = cpu_cluster[cpu_program_of_cluster];
             blockIdx.x = first_block + cpu_program_of_cluster;
             cpu_exchange_resting(p);
-            // Until all threads are done or wait for the cluster.
+            // Until all threads are done or wait for what may be another program's.
             for (bool goes_on = true; goes_on;) {
                 goes_on = false;
                 // At times a warp is far slower than another one, which takes its time: not with seed 0.

@@ -1,6 +1,7 @@
 """KDA kernels equal the recurrence at every width and length, for both gates, and touch no state but their own."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from soloist.errors import UnsupportedError
-from soloist.kernels import kda, kda_commit_cuda, kda_verify_cuda
+from soloist.kernels import kda, kda_commit_cuda, kda_step_cuda, kda_verify_cuda
 from soloist.kernels.kda_inputs import KdaCache, KdaKept, KdaRows, KdaWeights
 from soloist.kernels.launch import IS_INTERPRETED, arrival_counters, programmatic_launch
 from soloist.kernels.norm import gated_rms_norm_ref
@@ -32,7 +33,7 @@ LENGTHS = (2, 16, 17, 70) if IS_INTERPRETED else range(1, 71)
 def _kernels_in_memory_of_nan(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     launch_kernels(monkeypatch, kda)
     if IS_INTERPRETED:
-        for module in (kda_commit_cuda, kda_verify_cuda):
+        for module in (kda_commit_cuda, kda_step_cuda, kda_verify_cuda):
             monkeypatch.setattr(module, "load_kernel", cuda_on_cpu.load_kernel)
             monkeypatch.setattr(module, "launch", cuda_on_cpu.launch)
     with nan_in_fresh_memory():
@@ -129,12 +130,41 @@ def test_a_step_of_width_zero_leaves_state_and_conv_alone():
     assert all(torch.equal(now, old) for now, old in zip(layer.cache, before, strict=True))
 
 
-def test_a_step_takes_heads_of_any_form():
-    layer = Layer("ling", heads=1, K=64, V=16)
-    rows, plain = layer.rows(1), layer.copy_cache()
-    expected = layer.recurrence(rows, plain)
-    assert_near(kda.kda_step(rows, layer.weights, layer.cache), expected)
-    assert_near(layer.cache[0], plain[0], STATE)
+@pytest.mark.parametrize(("K", "V"), [(64, 16), (48, 72), (128, 128)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_step_takes_heads_of_any_form(K: int, V: int, dtype: torch.dtype):
+    layer = Layer("ling" if V == 16 else "kimi", heads=1, K=K, V=V, dtype=dtype)
+    plain = layer.copy_cache()
+    # Rows that move into the window, and out of it.
+    for _ in range(4):
+        rows = layer.rows(1)
+        expected = layer.recurrence(rows, plain)
+        assert_near(kda.kda_step(rows, layer.weights, layer.cache), expected)
+        assert_near(layer.cache[0], plain[0], STATE)
+        assert torch.equal(layer.cache[1], plain[1])
+
+
+@pytest.mark.parametrize(("law", "A_log"), [("ling", (-8.0, 3.0, 6.0)), ("kimi", (-8.0, 2.0, 6.0))])
+def test_extreme_gates_keep_a_step_exact(law: str, A_log: tuple[float, ...]):
+    layer = Layer(law, A_log=A_log)
+    for f in (-60.0, 0.0, 60.0):
+        rows, plain = layer.rows(1, f_scale=4.0), layer.copy_cache()
+        rows.f.add_(f)
+        expected = layer.recurrence(rows, plain)
+        assert_near(kda.kda_step(rows, layer.weights, layer.cache), expected)
+        assert_near(layer.cache[0], plain[0], STATE)
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="a GPU chooses the order itself")
+def test_no_order_of_warps_changes_a_bit_of_a_step(monkeypatch: pytest.MonkeyPatch):
+    layer = Layer("ling", heads=1, K=32, V=96)
+    rows, before, seen = layer.rows(1), layer.copy_cache(), []
+    for seed in range(12):
+        monkeypatch.setattr(kda_step_cuda, "launch", partial(cuda_on_cpu.launch, seed=seed))
+        cache = KdaCache(*(x.clone() for x in before))
+        seen.append((kda.kda_step(rows, layer.weights, cache), *cache))
+    assert all(torch.equal(x, y) for each in seen[1:] for x, y in zip(each, seen[0], strict=True))
+    assert not any(x.isnan().any() for x in seen[0])
 
 
 def check_verify(layer: Layer, rows: KdaRows, T_max: int) -> None:
@@ -311,3 +341,19 @@ def test_heads_without_a_kernel_are_refused_by_name(T: int):
     form = kda.kda_step if T == 1 else kda.kda_chunk
     with pytest.raises(UnsupportedError, match="heads of 24 keys and 64 values have no GPU kernel"):
         form(layer.rows(T), layer.weights, layer.cache)
+
+
+@pytest.mark.parametrize("form", [kda.kda_step, kda.kda_verify])
+@pytest.mark.parametrize(("K", "V"), [(16, 88), (16, 264), (144, 64), (24, 64)])
+def test_heads_that_no_cluster_divides_are_refused_by_name(form: Callable[..., object], K: int, V: int):
+    layer = Layer("ling", heads=1, K=K, V=V)
+    more = (layer.scratch(1),) if form is kda.kda_verify else ()
+    with pytest.raises(UnsupportedError, match=f"heads of {K} keys and {V} values have no GPU kernel for a step"):
+        form(layer.rows(1), layer.weights, layer.cache, *more)
+
+
+def test_taps_of_another_type_than_the_rows_are_refused_by_name():
+    layer = Layer("ling", dtype=torch.bfloat16)
+    weights = layer.weights._replace(conv_w=layer.weights.conv_w.float())
+    with pytest.raises(UnsupportedError, match=r"rows of torch.bfloat16 beside taps of torch.float32"):
+        kda.kda_step(layer.rows(1), weights, layer.cache)

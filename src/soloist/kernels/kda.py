@@ -26,7 +26,7 @@ from soloist.kernels.kda_inputs import KdaCache, KdaKept, KdaRows, KdaWeights
 from soloist.kernels.launch import HAS_TRITON
 
 if HAS_TRITON:
-    from soloist.kernels import kda_commit_cuda, kda_prompt_triton, kda_triton, kda_verify_cuda
+    from soloist.kernels import kda_commit_cuda, kda_prompt_triton, kda_step_cuda, kda_verify_cuda
 from soloist.kernels.norm import gated_rms_norm_ref
 
 # Rows that one triangular system ties together, and rows whose decays are formed pair by pair.
@@ -245,7 +245,7 @@ def kda_step(
     if width is not None:
         expect(width, "", torch.int32, dims, name="width")
     if not use_reference(rows.qkv):
-        return kda_triton.step(rows, weights, cache, width=width)
+        return kda_step_cuda.step(rows, weights, cache, width=width)
     if width is not None and int(width) == 0:
         cache = KdaCache(cache.state.clone(), cache.conv.clone())
     return kda_step_ref(rows, weights, cache)
@@ -269,8 +269,7 @@ def kda_chunk(rows: KdaRows, weights: KdaWeights, cache: KdaCache) -> torch.Tens
     _expect_layer(rows, weights, cache)
     if use_reference(rows.qkv):
         return kda_chunk_ref(rows, weights, cache)
-    conv_w, A_log, dt_bias, o_norm, eps, lower_bound = weights
-    return kda_prompt_triton.run_prompt(*rows, conv_w, A_log, dt_bias, o_norm, eps, *cache, lower_bound=lower_bound)
+    return kda_prompt_triton.run_prompt(rows, weights, cache)
 
 
 def kda_verify(rows: KdaRows, weights: KdaWeights, cache: KdaCache, kept: KdaKept) -> torch.Tensor:

@@ -10,7 +10,50 @@ import torch
 import triton
 import triton.language as tl
 
-from soloist.kernels.kda_triton import BLOCK_V, DOT_PRECISION, ROWS, check_head, log_decay, shift_window, window_rows
+from soloist.errors import UnsupportedError
+from soloist.kernels.kda_inputs import KdaCache, KdaRows, KdaWeights
+from soloist.kernels.launch import IS_INTERPRETED
+
+# Rows of one WY block.
+_ROWS = 16
+# Three passes of bf16 give a product 17 bits, at two thirds of the time of TF32's three.
+_DOT_PRECISION = "ieee" if IS_INTERPRETED else "bf16x3"
+# Value channels of a head that one program of the scan owns, at most.
+_BLOCK_V = 32
+
+
+@triton.jit
+def _log_decay(f, a_log, dt_bias, LOWER_BOUND: tl.constexpr):
+    """g, the log decay: bounded below (Ling) or not (Kimi, LOWER_BOUND None)."""
+    drive = f + dt_bias
+    if LOWER_BOUND is None:
+        # softplus, linear past 20 as torch's; the quotient gives log(1 + x) the digits of a small x back.
+        x = tl.exp(tl.minimum(drive, 20.0))
+        above = 1.0 + x
+        soft = tl.where(above == 1.0, x, tl.log(above) * (x / (above - 1.0)))
+        g = -tl.exp(a_log) * tl.where(drive > 20.0, drive, soft)
+    else:
+        g = LOWER_BOUND * tl.sigmoid(tl.exp(a_log) * drive)
+    return g
+
+
+@triton.jit
+def _window_rows(x_ptr, conv_ptr, i_row, i_c, T, stride_t, C: tl.constexpr):
+    """Raw convolution inputs at rows `i_row` of this pass; rows -3..-1 are the cache's, rows >= T are zero."""
+    m_new = (i_row >= 0) & (i_row < T)
+    m_old = (i_row < 0) & (i_row >= -3)
+    new = tl.load(x_ptr + i_row.to(tl.int64)[:, None] * stride_t + i_c[None, :], mask=m_new[:, None], other=0.0)
+    old = tl.load(conv_ptr + (i_row + 3)[:, None] * C + i_c[None, :], mask=m_old[:, None], other=0.0)
+    return tl.where(m_old[:, None], old, new)
+
+
+@triton.jit
+def _shift_window(x_ptr, conv_ptr, num_rows, i_c, stride_t, C: tl.constexpr):
+    """Make the last three raw rows of (window, the first `num_rows` rows of x) the new window, for channels `i_c`."""
+    i_tail = tl.arange(0, 4)
+    b_tail = _window_rows(x_ptr, conv_ptr, num_rows - 3 + i_tail, i_c, num_rows, stride_t, C)
+    tl.debug_barrier()
+    tl.store(conv_ptr + i_tail[:, None] * C + i_c[None, :], b_tail, mask=(i_tail < 3)[:, None])
 
 
 @triton.jit
@@ -18,7 +61,7 @@ def _short_conv(x_ptr, conv_ptr, conv_w_ptr, i_row, i_c, T, stride_t, C: tl.cons
     """silu of the width-4 depthwise convolution, rounded to the model's dtype: (rows, channels) fp32."""
     b_y = tl.zeros((i_row.shape[0], i_c.shape[0]), dtype=tl.float32)
     for tap in tl.static_range(4):
-        b_x = window_rows(x_ptr, conv_ptr, i_row + (tap - 3), i_c, T, stride_t, C).to(tl.float32)
+        b_x = _window_rows(x_ptr, conv_ptr, i_row + (tap - 3), i_c, T, stride_t, C).to(tl.float32)
         b_y += b_x * tl.load(conv_w_ptr + i_c * 4 + tap).to(tl.float32)[None, :]
     b_y = b_y * tl.sigmoid(b_y)
     return b_y.to(x_ptr.dtype.element_ty).to(tl.float32)
@@ -112,7 +155,7 @@ def _load_block(
     b_f = tl.load(f_ptr + i_t64[:, None] * f_stride_t + c_q[None, :], mask=m_t[:, None], other=0.0).to(tl.float32)
     a_log = tl.load(a_log_ptr + head)
     b_dt = tl.load(dt_bias_ptr + c_q)
-    b_g = tl.where(m_t[:, None], log_decay(b_f, a_log, b_dt[None, :], LOWER_BOUND), 0.0)
+    b_g = tl.where(m_t[:, None], _log_decay(b_f, a_log, b_dt[None, :], LOWER_BOUND), 0.0)
     b_beta = tl.load(b_ptr + i_t64 * b_stride_t + head, mask=m_t, other=0.0).to(tl.float32)
     b_beta = tl.where(m_t, tl.sigmoid(b_beta), 0.0)
     b_q = tl.where(m_t[:, None], b_q, 0.0)
@@ -293,36 +336,33 @@ def finish_kernel(
     _finish_head(out_ptr, gate_ptr, o_norm_ptr, head, tl.program_id(1) * ROWS, T, gate_stride_t, eps, H, V, ROWS)
     if tl.program_id(1) == 0:
         i_k = tl.arange(0, K)
-        shift_window(qkv_ptr, conv_ptr, T, head * K + i_k, qkv_stride_t, C)
-        shift_window(qkv_ptr, conv_ptr, T, H * K + head * K + i_k, qkv_stride_t, C)
-        shift_window(qkv_ptr, conv_ptr, T, 2 * H * K + head * V + tl.arange(0, V), qkv_stride_t, C)
+        _shift_window(qkv_ptr, conv_ptr, T, head * K + i_k, qkv_stride_t, C)
+        _shift_window(qkv_ptr, conv_ptr, T, H * K + head * K + i_k, qkv_stride_t, C)
+        _shift_window(qkv_ptr, conv_ptr, T, 2 * H * K + head * V + tl.arange(0, V), qkv_stride_t, C)
 
 
-def run_prompt(
-    qkv: torch.Tensor,
-    f: torch.Tensor,
-    gate: torch.Tensor,
-    b: torch.Tensor,
-    conv_w: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    o_norm: torch.Tensor,
-    eps: float,
-    state: torch.Tensor,
-    conv: torch.Tensor,
-    *,
-    lower_bound: float | None,
-) -> torch.Tensor:
-    """Launch `kda_chunk`; arguments as there."""
+def run_prompt(rows: KdaRows, weights: KdaWeights, cache: KdaCache) -> torch.Tensor:
+    """Launch `kda_chunk`; arguments as there.
+
+    Raises:
+        UnsupportedError: keys or values are of another number than a power of two from 16 on.
+    """
+    qkv, f, gate, b = rows
+    conv_w, A_log, dt_bias, o_norm, eps, lower_bound = weights
+    state, conv = cache
     H, V, K = state.shape
-    check_head(K, V)
+    if any(size < 16 or size & (size - 1) for size in (K, V)):
+        raise UnsupportedError(
+            f"KDA heads of {K} keys and {V} values have no GPU kernel for a prompt; it takes 16, 32, 64 or 128 of each,"
+            " a CPU any number"
+        )
     T, C = qkv.shape[0], conv.shape[1]
-    blocks = triton.cdiv(T, ROWS)
+    blocks = triton.cdiv(T, _ROWS)
 
     def scratch(*shape: int) -> torch.Tensor:
         return torch.empty((blocks, H, *shape), dtype=torch.float32, device=qkv.device)
 
-    parts = (*(scratch(ROWS, K) for _ in range(3)), scratch(ROWS, V), scratch(ROWS, ROWS), scratch(K))
+    parts = (*(scratch(_ROWS, K) for _ in range(3)), scratch(_ROWS, V), scratch(_ROWS, _ROWS), scratch(K))
     out = torch.empty((T, H * V), dtype=qkv.dtype, device=qkv.device)
     sizes = {"K": K, "V": V, "H": H}
     prepare_kernel[(H, blocks)](
@@ -341,21 +381,21 @@ def run_prompt(
         K**-0.5,
         C=C,
         LOWER_BOUND=lower_bound,
-        ROWS=ROWS,
-        DOT_PRECISION=DOT_PRECISION,
+        ROWS=_ROWS,
+        DOT_PRECISION=_DOT_PRECISION,
         num_warps=4,
         num_stages=1,
         **sizes,
     )
-    block_v = min(V, BLOCK_V)
+    block_v = min(V, _BLOCK_V)
     scan_kernel[(H, V // block_v)](
         *parts,
         state,
         out,
         T,
-        ROWS=ROWS,
+        ROWS=_ROWS,
         BV=block_v,
-        DOT_PRECISION=DOT_PRECISION,
+        DOT_PRECISION=_DOT_PRECISION,
         num_warps=4,
         num_stages=3,
         **sizes,

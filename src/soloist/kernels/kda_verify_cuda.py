@@ -11,92 +11,30 @@ Source: Kimi Linear (arXiv 2510.26692), equations of the WY form, from a frozen 
 
 import torch
 
-from soloist.errors import UnsupportedError
+from soloist.kernels import kda_cluster_cuda
 from soloist.kernels.kda_inputs import KdaCache, KdaKept, KdaRows, KdaWeights
-from soloist.kernels.launch import pdl_options
-from soloist.kernels.nvrtc import PRELUDE, launch, load_kernel
+from soloist.kernels.nvrtc import launch, load_kernel
 
 # Most rows of a step.
 MAX_ROWS = 16
-# Value channels of a program, and programs of a cluster, at most.
+# Value channels of a program, at most.
 _MAX_CHANNELS = 32
-_MAX_PROGRAMS = 8
 
 _SOURCE = (
-    PRELUDE
+    kda_cluster_cuda.SOURCE
     + r"""
-// A program's value channels, and its eights of them, a warp each.
-constexpr int CHANNELS = V / CLUSTER, TILES = CHANNELS / 8;
+// A program's eights of value channels, a warp each.
+constexpr int TILES = CHANNELS / 8;
 // A key channel, a query channel or a value channel a thread.
 constexpr int JOB_WARPS = (2 * K + CHANNELS + 31) / 32, WARPS = JOB_WARPS < 4 ? 4 : JOB_WARPS, THREADS = 32 * WARPS;
-constexpr int C = NUM_HEADS * (2 * K + V);
 // Clusters find their multiprocessors in groups of these: where there are many, two programs share one.
 constexpr int PER_MULTIPROCESSOR = NUM_HEADS * CLUSTER > 64 ? 2 : 1;
 // The operand of queries, then keys: rows of each. Rows in fours.
 constexpr int HALF = ROWS <= 8 ? 8 : 16, PADDED = (ROWS + 3) / 4 * 4;
+// Of bf16 that an operand is split into.
+constexpr int PARTS = sizeof(element) == 4 ? 3 : 2;
 // A row of bf16 whose neighbours lie in other banks.
 constexpr int STRIDE = (2 * K + 95) / 128 * 64 + 16;
-
-#ifdef IS_FP32
-typedef float element;
-constexpr int PARTS = 3;
-__device__ float to_float(element x) { return x; }
-__device__ element to_element(float x) { return x; }
-#else
-typedef unsigned short element;
-constexpr int PARTS = 2;
-__device__ float to_float(element bits) { return __uint_as_float(unsigned(bits) << 16); }
-__device__ element to_element(float x) { return (element)to_bf16(x); }
-#endif
-
-#ifdef __CUDACC__
-// A barrier of the cluster, in two halves.
-__device__ void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-// Stores where another program of the cluster has what is at `mine` here.
-__device__ void store_to_peer(float* mine, int program, float x) {
-    unsigned theirs;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-                 : "=r"(theirs) : "r"((unsigned)__cvta_generic_to_shared(mine)), "r"(program));
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(theirs), "f"(x) : "memory");
-}
-#endif
-
-// The log decay: bounded below (Ling) or not (Kimi).
-__device__ float log_decay(float drive, float rate) {
-#ifdef LOWER_BOUND
-    return LOWER_BOUND * sigmoid(rate * drive);
-#else
-    return -rate * (drive > 20.f ? drive : log1pf(expf(drive)));
-#endif
-}
-
-// All 2 * O values of a lane are summed over 2 * O lanes; lane l gets the sum of value l % (2 * O).
-template <int O> __device__ float sums_by_lane(float* x) {
-#pragma unroll
-    for (int i = 0; i < O; ++i) {
-        const bool is_upper = threadIdx.x & O;
-        const float mine = is_upper ? x[i + O] : x[i], other = is_upper ? x[i] : x[i + O];
-        x[i] = mine + __shfl_xor_sync(FULL, other, O);
-    }
-    if constexpr (O > 1) return sums_by_lane<O / 2>(x);
-    return x[0];
-}
-
-struct Four { float x[4]; };
-__device__ Four load_four(const float* p) {
-    const uint4 four = *(const uint4*)p;
-    return {__uint_as_float(four.x), __uint_as_float(four.y), __uint_as_float(four.z), __uint_as_float(four.w)};
-}
-#ifndef IS_FP32
-__device__ Four load_four(const element* p) {
-    const uint2 pairs = *(const uint2*)p;
-    return {low(pairs.x), high(pairs.x), low(pairs.y), high(pairs.y)};
-}
-#endif
-__device__ float dot(const Four& a, const Four& b) {
-    return a.x[0] * b.x[0] + a.x[1] * b.x[1] + a.x[2] * b.x[2] + a.x[3] * b.x[3];
-}
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, PER_MULTIPROCESSOR)
 kda_verify(const element* qkv, const element* f, const element* gate, const element* b, const element* conv_w,
@@ -354,34 +292,17 @@ def verify(rows: KdaRows, weights: KdaWeights, cache: KdaCache, kept: KdaKept) -
     qkv, f, gate, b = rows
     H, V, K = cache.state.shape
     T = qkv.shape[0]
-    if qkv.dtype not in (torch.bfloat16, torch.float32) or K % 16 or V % 8 or not 8 <= V <= 256 or K > 128:
-        raise UnsupportedError(
-            f"{qkv.dtype} heads of {K} keys and {V} values have no kernel that verifies; it takes bfloat16 and "
-            "float32, keys in multiples of 16 up to 128 and values in multiples of 8 up to 256, a CPU takes all"
-        )
+    channels = kda_cluster_cuda.divide_channels(rows, weights, cache, _MAX_CHANNELS)
+    programs = V // channels
     # Loops over rows are unrolled, pairs of rows belong together: the fewest that are even.
     num_rows = T + T % 2
-    channels = max(n for n in range(8, _MAX_CHANNELS + 1, 8) if V % n == 0 and V // n <= _MAX_PROGRAMS)
-    programs = V // channels
-    is_fp32 = qkv.dtype == torch.float32
-    definitions: list[tuple[str, int | str]] = [
-        ("K", K),
-        ("V", V),
-        ("NUM_HEADS", H),
-        ("ROWS", num_rows),
-        ("CLUSTER", programs),
-    ]
-    if weights.lower_bound is not None:
-        definitions.append(("LOWER_BOUND", f"{float(weights.lower_bound)!r}f"))
-    if is_fp32:
-        definitions.append(("IS_FP32", 1))
-    if pdl_options()["PDL"]:
-        definitions.append(("HAS_PDL", 1))
+    definitions = (*kda_cluster_cuda.define(rows, weights, cache, programs), ("ROWS", str(num_rows)))
     out = torch.empty((T, H * V), dtype=qkv.dtype, device=qkv.device)
     # PARTS, 2 * HALF and STRIDE of the source.
-    meets_bytes = 2 * (3 if is_fp32 else 2) * (16 if num_rows <= 8 else 32) * ((2 * K + 95) // 128 * 64 + 16)
+    parts = 3 if qkv.dtype == torch.float32 else 2
+    meets_bytes = 2 * parts * (16 if num_rows <= 8 else 32) * ((2 * K + 95) // 128 * 64 + 16)
     launch(
-        load_kernel(_SOURCE, "kda_verify", tuple((key, str(value)) for key, value in definitions), qkv.device),
+        load_kernel(_SOURCE, "kda_verify", definitions, qkv.device),
         (H * programs, 1, 1), 32 * max(4, -(-(2 * K + channels) // 32)),
         *rows, *weights[:4], *cache, *kept, out, T,
         qkv.stride(0), f.stride(0), gate.stride(0), b.stride(0), weights.eps, K**-0.5,
