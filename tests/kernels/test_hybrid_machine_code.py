@@ -140,16 +140,16 @@ def test_the_latent_cache_comes_in_copies_of_16_bytes_that_nobody_waits_for(kern
 
 
 def test_states_and_weights_are_on_their_way_before_the_wait(kernels: dict[str, Compiled]):
-    # Latent maps: 128 x 128 of bf16, by 128 and by 256 threads.
-    assert kernels["prepare_kernel"].wide_loads_before_wait >= 16
-    assert kernels["combine_kernel"].wide_loads_before_wait >= 8
+    # Latent maps: 128 x 128 of bf16 by 128 threads.
+    for name in ("prepare_kernel", "combine_kernel"):
+        assert kernels[name].wide_loads_before_wait >= 16, kernels[name]
     # fp32 state: 32 x 128 by 128 threads.
     for name, loads in {"kda_step": 8, "kda_verify": 8, "kda_commit": 8}.items():
         assert name not in kernels or kernels[name].wide_loads_before_wait >= loads, kernels[name]
 
 
 def test_what_is_a_product_runs_on_tensor_cores(kernels: dict[str, Compiled]):
-    for name, products in {"prepare_kernel": 16, "kda_verify": 48, "experts": 40}.items():
+    for name, products in {"prepare_kernel": 16, "combine_kernel": 16, "kda_verify": 48, "experts": 40}.items():
         assert name not in kernels or kernels[name].tensor_core_products >= products, kernels[name]
 
 

@@ -30,7 +30,7 @@ def _kernels_in_memory_of_nan(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     launch_kernels(monkeypatch, mla)
     if IS_INTERPRETED:
         # A program takes as long however little it has to do. Some of these find no position at all.
-        monkeypatch.setattr(mla_triton, "_MAX_SPLITS", 5)
+        monkeypatch.setattr(mla_triton, "_NUM_PROGRAMS", 5)
     with nan_in_fresh_memory():
         yield
 

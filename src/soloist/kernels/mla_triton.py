@@ -32,15 +32,14 @@ from soloist.kernels.rotary import RotaryTable
 
 # Most rows of a step; more is a prompt.
 MAX_STEP_ROWS = 16
-# Latents of a program that absorbs or combines.
-_BLOCK_R = 128
-# How many programs fill the GPU, and the most that share the cached positions in a step.
+# Latents of a program that absorbs.
+_PREPARE_BLOCK_R = 128
+# How many programs attend at most: one on each multiprocessor.
 _NUM_PROGRAMS = 132
-_MAX_SPLITS = 128
 # Cached positions a program takes at once, for one token and for more.
 _BLOCK_S = {1: 32, MAX_STEP_ROWS: 64}
 # How many of them come into the L2 while a step's query is not there yet.
-_PREFETCHED_BLOCKS = 2
+_PREFETCHED_BLOCKS = {1: 2, MAX_STEP_ROWS: 3}
 
 
 @triton.jit
@@ -63,18 +62,23 @@ def _write_row(
     R: tl.constexpr,
     P: tl.constexpr,
     HAS_ROTARY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     i_r = tl.arange(0, R)
     i_pair = tl.arange(0, P // 2)
     position = tl.load(context_len_ptr).to(tl.int64) + t
-    p_row = kv_ptr + t.to(tl.int64) * kv_stride_t
-    b_c = tl.load(p_row + i_r).to(tl.float32)
-    b_c = b_c / tl.sqrt(tl.sum(b_c * b_c, axis=0) / R + eps) * tl.load(kv_norm_ptr + i_r).to(tl.float32)
-    even = tl.load(p_row + R + 2 * i_pair).to(tl.float32)
-    odd = tl.load(p_row + R + 2 * i_pair + 1).to(tl.float32)
+    b_norm = tl.load(kv_norm_ptr + i_r).to(tl.float32)
     if HAS_ROTARY:
         cos = tl.load(cos_ptr + position * (P // 2) + i_pair)
         sin = tl.load(sin_ptr + position * (P // 2) + i_pair)
+    wait_for_producers(PDL)
+    let_consumers_start(PDL)
+    p_row = kv_ptr + t.to(tl.int64) * kv_stride_t
+    b_c = tl.load(p_row + i_r).to(tl.float32)
+    b_c = b_c / tl.sqrt(tl.sum(b_c * b_c, axis=0) / R + eps) * b_norm
+    even = tl.load(p_row + R + 2 * i_pair).to(tl.float32)
+    odd = tl.load(p_row + R + 2 * i_pair + 1).to(tl.float32)
+    if HAS_ROTARY:
         even, odd = _rotate_pairs(even, odd, cos, sin)
     p_cache = latent_cache_ptr + position * (R + P)
     dtype = latent_cache_ptr.dtype.element_ty
@@ -112,56 +116,56 @@ def prepare_kernel(
     """query (T, H, R+P) = [q_nope W_uk, rotary(q_rope)]; cache rows written. Grid: (H + T, R / BR).
 
     w_kv_b (H, K+V, R): K rows of W_uk, then V rows of W_uv, for each head.
+    The context length was written by the step before; what depends on it and on weights alone is read before the wait.
     """
     pid = tl.program_id(0)
     i_t = tl.arange(0, TP)
     m_t = i_t < T
+    is_first = tl.program_id(1) == 0
     if pid < H:
         i_k = tl.arange(0, K)
         i_r = tl.program_id(1) * BR + tl.arange(0, BR)
+        i_pair = tl.arange(0, P // 2)
+        m_pair = m_t[:, None] & is_first
         w_uk = tl.load(w_kv_b_ptr + (pid * (K + V) + i_k)[:, None] * R + i_r[None, :])  # (K, BR)
+        if HAS_ROTARY:
+            position = tl.load(context_len_ptr).to(tl.int64) + i_t
+            o_angle = position[:, None] * (P // 2) + i_pair[None, :]
+            cos = tl.load(cos_ptr + o_angle, mask=m_pair, other=0.0)
+            sin = tl.load(sin_ptr + o_angle, mask=m_pair, other=0.0)
         wait_for_producers(PDL)
         let_consumers_start(PDL)
         p_q = q_ptr + i_t.to(tl.int64)[:, None] * q_stride_t + pid * (K + P)
         b_q = tl.load(p_q + i_k[None, :], mask=m_t[:, None], other=0.0)  # (TP, K)
+        even = tl.load(p_q + K + 2 * i_pair[None, :], mask=m_pair, other=0.0).to(tl.float32)
+        odd = tl.load(p_q + K + 2 * i_pair[None, :] + 1, mask=m_pair, other=0.0).to(tl.float32)
+        if HAS_ROTARY:
+            even, odd = _rotate_pairs(even, odd, cos, sin)
+        dtype = query_ptr.dtype.element_ty
+        p_query = query_ptr + (i_t.to(tl.int64)[:, None] * H + pid) * (R + P)
+        tl.store(p_query + R + 2 * i_pair[None, :], even.to(dtype), mask=m_pair)
+        tl.store(p_query + R + 2 * i_pair[None, :] + 1, odd.to(dtype), mask=m_pair)
         if IS_FP32_DOT:
             b_query = tl.dot(b_q.to(tl.float32), w_uk.to(tl.float32), input_precision="ieee")
         else:
             b_query = tl.dot(b_q, w_uk)
-        dtype = query_ptr.dtype.element_ty
-        p_query = query_ptr + (i_t.to(tl.int64)[:, None] * H + pid) * (R + P)
         tl.store(p_query + i_r[None, :], b_query.to(dtype), mask=m_t[:, None])
-        if tl.program_id(1) == 0:
-            i_pair = tl.arange(0, P // 2)
-            even = tl.load(p_q + K + 2 * i_pair[None, :], mask=m_t[:, None], other=0.0).to(tl.float32)
-            odd = tl.load(p_q + K + 2 * i_pair[None, :] + 1, mask=m_t[:, None], other=0.0).to(tl.float32)
-            if HAS_ROTARY:
-                position = tl.load(context_len_ptr).to(tl.int64) + i_t
-                o_angle = position[:, None] * (P // 2) + i_pair[None, :]
-                cos = tl.load(cos_ptr + o_angle, mask=m_t[:, None], other=0.0)
-                sin = tl.load(sin_ptr + o_angle, mask=m_t[:, None], other=0.0)
-                even, odd = _rotate_pairs(even, odd, cos, sin)
-            tl.store(p_query + R + 2 * i_pair[None, :], even.to(dtype), mask=m_t[:, None])
-            tl.store(p_query + R + 2 * i_pair[None, :] + 1, odd.to(dtype), mask=m_t[:, None])
-    else:
-        wait_for_producers(PDL)
-        let_consumers_start(PDL)
-        t = pid - H
-        if tl.program_id(1) == 0:
-            _write_row(
-                kv_ptr,
-                kv_norm_ptr,
-                cos_ptr,
-                sin_ptr,
-                latent_cache_ptr,
-                context_len_ptr,
-                t,
-                kv_stride_t,
-                eps,
-                R,
-                P,
-                HAS_ROTARY,
-            )
+    elif is_first:
+        _write_row(
+            kv_ptr,
+            kv_norm_ptr,
+            cos_ptr,
+            sin_ptr,
+            latent_cache_ptr,
+            context_len_ptr,
+            pid - H,
+            kv_stride_t,
+            eps,
+            R,
+            P,
+            HAS_ROTARY,
+            PDL,
+        )
 
 
 @triton.jit(do_not_specialize=["num_query_rows"])
@@ -186,8 +190,8 @@ def attention_kernel(
 ):
     """Attention of BM folded rows (row m = t * H + h) over one split of the positions. Grid: (row tiles, NUM_SPLITS).
 
-    partial (NUM_SPLITS, T*H, R), normalised within its split; partial_max, partial_sum (NUM_SPLITS, T*H) fp32, in base
-    2. An empty split leaves a sum of zero.
+    partial (NUM_SPLITS, T*H, R) fp32, sums of the latents by the weights that partial_sum adds up; partial_max,
+    partial_sum (NUM_SPLITS, T*H) fp32, in base 2. An empty split leaves zeros and a maximum of -inf.
     """
     i_m = tl.program_id(0) * BM + tl.arange(0, BM)
     split = tl.program_id(1)
@@ -244,7 +248,6 @@ def attention_kernel(
             b_out = b_out * b_shrink[:, None] + tl.dot(b_prob.to(b_c.dtype), b_c)
         b_max = b_new_max
 
-    b_out = b_out / tl.where(b_sum > 0.0, b_sum, 1.0)[:, None]
     o_row = split.to(tl.int64) * num_query_rows + i_m
     tl.store(partial_ptr + o_row[:, None] * R + i_r[None, :], b_out.to(partial_ptr.dtype.element_ty), mask=m_m[:, None])
     tl.store(partial_max_ptr + o_row, b_max, mask=m_m)
@@ -272,38 +275,46 @@ def combine_kernel(
     HAS_GATE: tl.constexpr,
     BR: tl.constexpr,
     PDL: tl.constexpr,
+    IS_FP32_DOT: tl.constexpr,
 ):
     """out (T, H*V) = sigmoid(gate) * W_uv z, z the merged splits. Grid: (H, R / BR, T).
 
     A program merges BR latents of one row and multiplies them by its part of W_uv; the last one of a head and row adds
-    the parts in order. product (R / BR, T, H, V) fp32.
+    the parts. product (R / BR, T, H, V) fp32.
     """
     head = tl.program_id(0)
     part = tl.program_id(1)
     t = tl.program_id(2)
+    row = t * H + head
     i_v = tl.arange(0, V)
     i_r = part * BR + tl.arange(0, BR)
     i_s = tl.arange(0, SPLITS_PADDED)
-    m_s = i_s < NUM_SPLITS
-    w_uv = tl.load(w_kv_b_ptr + (head * (K + V) + K + i_v)[:, None] * R + i_r[None, :]).to(tl.float32)  # (V, BR)
+    m_s = (i_s < NUM_SPLITS)[:, None]
+    w_uv = tl.load(w_kv_b_ptr + (head * (K + V) + K + i_v)[:, None] * R + i_r[None, :])  # (V, BR)
     wait_for_producers(PDL)
     let_consumers_start(PDL)
-    o_rows = i_s.to(tl.int64) * (T * H) + t * H + head
+    # All loads stand before the first sum, which threads wait for together.
+    o_rows = i_s.to(tl.int64)[:, None] * (T * H) + row  # (splits, 1)
     b_max = tl.load(partial_max_ptr + o_rows, mask=m_s, other=float("-inf"))
     b_sum = tl.load(partial_sum_ptr + o_rows, mask=m_s, other=0.0)
-    b_part = tl.load(partial_ptr + o_rows[:, None] * R + i_r[None, :], mask=m_s[:, None], other=0.0)
-    b_weight = tl.exp2(b_max - tl.max(b_max, axis=0)) * b_sum
-    b_z = tl.sum(b_part * (b_weight / tl.sum(b_weight, axis=0))[:, None], axis=0)  # (BR,)
-    b_z = b_z.to(w_kv_b_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(product_ptr + ((part * T + t) * H + head) * V + i_v, tl.sum(w_uv * b_z[None, :], axis=1))
-    if is_last_arriver(counter_ptr + t * H + head, R // BR):
-        b_out = tl.zeros((V,), dtype=tl.float32)
-        for other in tl.static_range(R // BR):
-            b_out += tl.load(product_ptr + ((other * T + t) * H + head) * V + i_v, cache_modifier=".cg")
+    b_part = tl.load(partial_ptr + o_rows * R + i_r[None, :], mask=m_s, other=0.0)  # (splits, BR)
+    if HAS_GATE:
+        b_gate = tl.load(gate_ptr + t.to(tl.int64) * gate_stride_t + head).to(tl.float32)
+    b_weight = tl.exp2(b_max - tl.max(b_max, axis=0)[None, :])
+    b_weight = b_weight / tl.sum(b_weight * b_sum, axis=0)[None, :]
+    b_z = tl.sum(b_part * b_weight, axis=0)[None, :].to(w_kv_b_ptr.dtype.element_ty)  # (1, BR)
+    if IS_FP32_DOT:
+        b_product = tl.dot(b_z.to(tl.float32), tl.trans(w_uv.to(tl.float32)), input_precision="ieee")
+    else:
+        b_product = tl.dot(b_z, tl.trans(w_uv))
+    o_head = row * V + i_v[None, :]
+    tl.store(product_ptr + part * (T * H * V) + o_head, b_product)
+    if is_last_arriver(counter_ptr + row, R // BR):
+        i_part = tl.arange(0, R // BR)[:, None]
+        b_out = tl.sum(tl.load(product_ptr + i_part * (T * H * V) + o_head, cache_modifier=".cg"), axis=0)
         if HAS_GATE:
-            b_out *= tl.sigmoid(tl.load(gate_ptr + t.to(tl.int64) * gate_stride_t + head).to(tl.float32))
-        p_out = out_ptr + t.to(tl.int64) * (H * V) + head * V + i_v
-        tl.store(p_out, b_out.to(out_ptr.dtype.element_ty))
+            b_out *= tl.sigmoid(b_gate)
+        tl.store(out_ptr + row * V + i_v, b_out.to(out_ptr.dtype.element_ty))
 
 
 def _prepare(
@@ -321,7 +332,7 @@ def _prepare(
     query = torch.empty((T, H, R + P), dtype=q.dtype, device=q.device)
     # Without rotary the tables are never read; any pointer does.
     table = (kv_norm, kv_norm) if rotary is None else (rotary.cos, rotary.sin)
-    block_r = min(R, _BLOCK_R)
+    block_r = min(R, _PREPARE_BLOCK_R)
     prepare_kernel[(H + T, R // block_r)](
         q,
         kv,
@@ -357,7 +368,8 @@ def _attend_splits(
     T, H, X = query.shape
     block_m = 16 if T * H <= 16 else 32 if T * H <= 32 else 64
     num_row_tiles = triton.cdiv(T * H, block_m)
-    num_splits = max(1, min(_MAX_SPLITS, _NUM_PROGRAMS // num_row_tiles))
+    num_splits = max(1, _NUM_PROGRAMS // num_row_tiles)
+    width = 1 if T == 1 else MAX_STEP_ROWS
     partial = torch.empty((num_splits, T * H, R), dtype=torch.float32, device=query.device)
     partial_max, partial_sum = torch.empty((2, num_splits, T * H), dtype=torch.float32, device=query.device)
     splits = (partial, partial_max, partial_sum)
@@ -373,8 +385,8 @@ def _attend_splits(
         P=X - R,
         NUM_SPLITS=num_splits,
         BM=block_m,
-        BS=_BLOCK_S[1 if T == 1 else MAX_STEP_ROWS],
-        PREFETCHED_BLOCKS=_PREFETCHED_BLOCKS,
+        BS=_BLOCK_S[width],
+        PREFETCHED_BLOCKS=_PREFETCHED_BLOCKS[width],
         IS_FP32_DOT=IS_INTERPRETED or query.dtype == torch.float32,
         num_warps=8 if block_m == 64 else 4,
         num_stages=2,
@@ -389,7 +401,9 @@ def _combine(
     """Give (T, H*V), gated, of what the splits have found."""
     _, _, w_kv_b, H, V, _ = weights
     num_splits, num_rows, R = splits[0].shape
-    T, block_r = num_rows // H, min(R, _BLOCK_R)
+    T = num_rows // H
+    # Few rows make few programs: more of them, of fewer latents each.
+    block_r = min(R, 64 if num_rows <= 16 else 128)
     out = torch.empty((T, H * V), dtype=w_kv_b.dtype, device=w_kv_b.device)
     product = torch.empty((R // block_r, T, H, V), dtype=torch.float32, device=w_kv_b.device)
     combine_kernel[(H, R // block_r, T)](
@@ -409,6 +423,7 @@ def _combine(
         SPLITS_PADDED=triton.next_power_of_2(num_splits),
         HAS_GATE=gate is not None,
         BR=block_r,
+        IS_FP32_DOT=IS_INTERPRETED or w_kv_b.dtype == torch.float32,
         num_warps=4,
         **pdl_options(),
     )
