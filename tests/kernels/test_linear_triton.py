@@ -111,6 +111,24 @@ def test_argmax_takes_the_lowest_of_equals_and_no_padding_row():
     assert_close(best, logits.amax(1))
 
 
+def test_one_rows_likeliest_token_and_its_bits_are_those_of_a_wider_step():
+    N, I = 61, 1536
+    narrow, wide = (linear_triton.argmax_settings_for(T, 157184, I) for T in (1, 2))
+    assert narrow != wide
+    x, weight, norm = rows(2, I), rand(N, I), norm_weight(I)
+    ids, best = linear_triton.argmax_step(x, norm, EPS, weight, N, wide)
+    own_id, own_best = linear_triton.argmax_step(x[:1], norm, EPS, weight, N, narrow)
+    assert torch.equal(own_id, ids[:1])
+    assert_close(own_best, best[:1])
+    # NumPy's matrix product depends on the tile's width.
+    assert IS_INTERPRETED or torch.equal(own_best, best[:1])
+
+
+@pytest.mark.parametrize(("T", "O", "I"), [(2, 157184, 2560), (1, 512, 2048), (1, 151936, 896), (1, 157184, 4096)])
+def test_a_head_that_was_not_measured_is_cut_as_any_map(T: int, O: int, I: int):
+    assert linear_triton.argmax_settings_for(T, O, I) == linear_triton.settings_for(O, I)
+
+
 @pytest.mark.parametrize("splits", [1, 3])
 def test_a_row_has_the_same_bits_at_every_width(splits: int):
     O, I = 37, 200

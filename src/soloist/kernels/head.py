@@ -41,7 +41,7 @@ def norm_argmax(
         logits = norm_linear(x, norm_weight, eps, weight, out_dtype=torch.float32)  # (T, N)
         return likeliest(logits[:, :vocab_size], first_id=first_id)
     expect(weight, "N D", x.dtype, dims, name="weight")
-    settings = linear_triton.settings_for(*weight.shape)
+    settings = linear_triton.argmax_settings_for(x.shape[0], *weight.shape)
     return linear_triton.argmax_step(x, norm_weight, eps, weight, vocab_size, settings, first_id=first_id)
 
 
@@ -69,5 +69,5 @@ def linear_argmax(
         logits = logits if addend is None else addend + logits
         return likeliest(logits[:, :vocab_size], first_id=first_id)
     expect(weight, "N I", x.dtype, dims, name="weight")
-    settings = linear_triton.settings_for(*weight.shape)
+    settings = linear_triton.argmax_settings_for(x.shape[0], *weight.shape)
     return linear_triton.argmax_step(x, None, 0.0, weight, vocab_size, settings, addend=addend, first_id=first_id)

@@ -72,6 +72,18 @@ def settings_for(num_outputs: int, num_inputs: int, *, has_gate: bool = False) -
     return StripSettings(warps=4, run=4, tiles=2, ahead=3, outputs=16)
 
 
+def argmax_settings_for(num_tokens: int, num_outputs: int, num_inputs: int) -> StripSettings:
+    """Choose how an output head is cut for `argmax_step`: measured on one H200 for one token, `docs/log.md`.
+
+    A program of half as many outputs reads all tokens as often again, so more of them keep what other maps have. Warps
+    and runs, which order a row's sum, are the same.
+    """
+    if num_tokens == 1 and num_outputs >= 32768 and 1536 <= num_inputs <= 2560:
+        # At most five chunks, all of them on the way at once.
+        return StripSettings(warps=4, run=4, tiles=1, ahead=5, outputs=8)
+    return settings_for(num_outputs, num_inputs)
+
+
 @triton.jit
 def _inputs(first, WARPS: tl.constexpr, RUN: tl.constexpr):
     """Input numbers of a chunk that starts at `first`: (1, WARPS, RUN, 1, 32)."""
