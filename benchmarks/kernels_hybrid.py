@@ -105,8 +105,9 @@ class MoeBench:
         options = {"limit": 4.0, "shared_limit": 5.0, "width": width, "adds_residual": True}
         # The reference's own logits: at a near-tie others would choose another expert.
         logits = moe.rms_norm_ref(x, norm, eps).float() @ gate.float().T
-        out = moe_step_cuda.run_experts(x, norm, eps, logits, bias, *weights, self.shape.settings, **options)
-        return error(out, moe.moe_ref(x, norm, eps, gate, bias, *weights, self.shape.settings, **options))
+        layer = (x, norm, eps, gate, bias, *weights, self.shape.settings)
+        out = moe_step_cuda.run_experts(*layer, **options, logits=logits)
+        return error(out, moe.moe_ref(*layer, **options))
 
     def time(self, T: int, num_calls: int = 24) -> tuple[float, float, float]:
         """Median us, spread, and bytes."""

@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ import soloist.kernels.moe as kernels_moe
 from model_bench import Bench
 from soloist.bench.ladder import RungSettings, ladder
 from soloist.bench.results import Result
+from soloist.kernels import moe_step_cuda
 from soloist.kernels.norm import rms_norm
 from soloist.runtime.graph import Execution
 from soloist.sampling_params import SamplingParams
@@ -79,7 +81,6 @@ CASES = {
 def fp32_router() -> Iterator[None]:
     """Route by products with a copy of the router in fp32 inside the block, as published code does."""
     copies: dict[int, torch.Tensor] = {}
-    original = kernels_moe.norm_linear
 
     def in_fp32(
         x: torch.Tensor, norm: torch.Tensor, eps: float, weight: torch.Tensor, *, out_dtype: torch.dtype
@@ -90,12 +91,13 @@ def fp32_router() -> Iterator[None]:
             copy = copies[weight.data_ptr()] = weight.float()
         return F.linear(rms_norm(x, norm, eps).float(), copy).to(out_dtype)  # (T, E)
 
-    kernels_moe.norm_linear = in_fp32
-    try:
+    with (
+        patch.object(kernels_moe, "norm_linear", in_fp32),
+        # Not in bf16 within the experts' launch.
+        patch.object(moe_step_cuda, "takes_router", lambda *_: False),
+    ):
         yield
         assert copies, "no router was called"
-    finally:
-        kernels_moe.norm_linear = original
 
 
 def measure_rungs(

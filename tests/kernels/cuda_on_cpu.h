@@ -194,6 +194,7 @@ struct CpuResting {
     std::vector<CpuBarrier> warps;
     std::vector<unsigned> exchange;
     std::vector<CpuFragments> fragments;
+    std::vector<const unsigned short*> rows;
     std::vector<CpuCopy> copies;
     CpuBarrier program;
     // Of each thread: the cluster's barrier that it has come to, and whether it waits there or for a phase.
@@ -216,6 +217,19 @@ static void wait_for_cluster() {
     for (; mine.round[me] == cpu_cluster_barrier.round; cpu_yield()) mine.is_waiting[me] = 1;
     mine.is_waiting[me] = 0;
 }
+// Of words that other programs write: they have a turn before each look.
+static bool cpu_ends_turn;
+static unsigned cpu_await(const unsigned* p) {
+    cpu_ends_turn = true;
+    cpu_yield();
+    return *p;
+}
+static unsigned load_relaxed(const unsigned* p) { return cpu_await(p); }
+static uint4 load_relaxed(const uint4* p) {
+    const unsigned* words = (const unsigned*)p;
+    return {cpu_await(words), words[1], words[2], words[3]};
+}
+static void store_relaxed(float* p, float x) { *p = x; }
 template <class T> static void store_to_peer(T* p, int program, T x) {
     if (program == cpu_program_of_cluster) *p = x;
     else std::memcpy(&cpu_cluster[program].shared[(char*)p - __start_shared_memory], &x, sizeof x);
@@ -245,6 +259,7 @@ static void cpu_exchange_resting(CpuResting& p) {
     std::swap(p.warps, cpu_warps);
     std::swap(p.exchange, cpu_exchange);
     std::swap(p.fragments, cpu_fragments);
+    std::swap(p.rows, cpu_rows);
     std::swap(p.copies, cpu_copies);
     std::swap(p.program, cpu_program);
     std::swap_ranges(p.shared.begin(), p.shared.end(), __start_shared_memory);
@@ -285,8 +300,9 @@ static void cpu_run(int programs, int threads, void (*body)()) {
             CpuResting& p = cpu_cluster[cpu_program_of_cluster];
             blockIdx.x = first_block + cpu_program_of_cluster;
             cpu_exchange_resting(p);
-            // Until all threads are done or wait for what may be another program's.
-            for (bool goes_on = true; goes_on;) {
+            // Until all threads are done or wait for what may be another program's, or one looks for that.
+            cpu_ends_turn = false;
+            for (bool goes_on = true; goes_on && !cpu_ends_turn;) {
                 goes_on = false;
                 // At times a warp is far slower than another one, which takes its time: not with seed 0.
                 if (cpu_seed && cpu_random(64) == 0)

@@ -1,5 +1,7 @@
 """The hybrid step's kernels, compiled for a GPU that is not here: registers, shared memory, 16-byte and early loads."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -80,14 +82,20 @@ def compile_cuda() -> list[Compiled]:
     kernels: list[Compiled] = []
 
     def load_kernel(source: str, name: str, definitions: tuple[tuple[str, str], ...], device: torch.device) -> None:
-        kernels.append(read_cubin(name, nvrtc._compile(source, name, definitions, divmod(ARCH, 10))))
+        cubin = nvrtc._compile(source, name, definitions, divmod(ARCH, 10))
+        # The experts of one token are another form, with their router.
+        of_a_token = "_of_a_token" if ("ROWS", "1") in definitions else ""
+        kernels.append(replace(read_cubin(name, cubin), name=name + of_a_token))
 
     for module in (moe_step_cuda, kda_step_cuda, kda_verify_cuda, kda_commit_cuda):
         module.load_kernel, module.launch = load_kernel, lambda *_, **__: None
     settings = RouterSettings(num_experts_per_tok=A, n_group=8, topk_group=4, routed_scaling_factor=2.5)
     weights = (bf16(E, 2 * F, D), bf16(E, F, D).mT, bf16(2 * F, D), bf16(F, D).mT)
-    step = (bf16(T, D), bf16(D), 1e-6, torch.empty(T, E), torch.empty(E), *weights, settings)
-    moe_step_cuda.run_experts(*step, limit=4.0, shared_limit=5.0, width=i32(), adds_residual=True)
+    moe_step_cuda._num_programs = lambda _: 132
+    for num_tokens, logits in ((1, None), (T, torch.empty(T, E))):
+        step = (bf16(num_tokens, D), bf16(D), 1e-6, bf16(E, D), torch.empty(E), *weights, settings)
+        options = {"limit": 4.0, "shared_limit": 5.0, "width": i32(), "adds_residual": True}
+        moe_step_cuda.run_experts(*step, **options, logits=logits)
     rows, weights, cache, kept = kda_layer()
     kda_step_cuda.step(KdaRows(*(x[:1] for x in rows)), weights, cache, width=i32())
     kda_verify_cuda.verify(rows, weights, cache, kept)
@@ -109,12 +117,14 @@ BUDGETS = {
     "conclude_kernel": (32, 1),
     "finish_kernel": (48, 1),
     "experts": (168, 24),
+    # Eighty sums of a lane for eight tokens, of which one counts.
+    "experts_of_a_token": (216, 24),
     "kda_step": (128, 2),
     "kda_verify": (120, 32),
     "kda_commit": (96, 16),
 }
 # They need NVRTC.
-IN_CUDA = {"experts", "kda_step", "kda_verify", "kda_commit"}
+IN_CUDA = {"experts", "experts_of_a_token", "kda_step", "kda_verify", "kda_commit"}
 
 
 def test_every_kernel_keeps_its_budget(kernels: dict[str, Compiled]):

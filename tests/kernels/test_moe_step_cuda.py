@@ -86,17 +86,17 @@ def run(
     call: dict[str, Any],
     *,
     logits: torch.Tensor | None = None,
+    has_router: bool = False,
     limit: float | None = None,
     shared_limit: float | None = None,
     width: int | None = None,
     adds_residual: bool = True,
 ) -> torch.Tensor:
-    """Launch the experts behind the router's product, the reference's if none is given."""
-    logits = logits_of(call) if logits is None else logits
-    layer = (call["x"], call["norm_weight"], EPS, logits, call["expert_bias"])
-    weights = (call[name] for name in ("gate_up", "down", "shared_gate_up", "shared_down"))
+    """Launch the experts behind the router's product, the reference's if none is given; or with their own."""
+    logits = logits_of(call) if logits is None and not has_router else logits
     options = {"limit": limit, "shared_limit": shared_limit, "width": i32(width), "adds_residual": adds_residual}
-    return moe_step_cuda.run_experts(*layer, *weights, call["settings"], **options)
+    arguments = {"router" if name == "settings" else name: value for name, value in call.items()}
+    return moe_step_cuda.run_experts(**arguments, **options, logits=logits)
 
 
 def check(call: dict[str, Any], **options: Any) -> torch.Tensor:
@@ -269,17 +269,94 @@ def test_the_launcher_joins_router_and_experts(T: int, width: int | None, monkey
     assert_near(moe.moe(**call, limit=0.5, shared_limit=0.6, width=i32(width)), expected, LIMIT)
 
 
+@pytest.fixture
+def few_rows_of_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many programs on a CPU that the rows of 32 experts fit one stage, and are not equally many."""
+    if IS_INTERPRETED:
+        monkeypatch.setattr(moe_step_cuda, "_num_programs", lambda _: 5)
+
+
+@pytest.mark.usefixtures("few_rows_of_the_router")
+@pytest.mark.parametrize("num_shared", [0, 1, 2])
+def test_a_token_with_its_router_equals_its_reference(num_shared: int):
+    check(make_call(1, num_shared=num_shared), has_router=True)
+
+
+@pytest.mark.parametrize(("E", "programs"), [(32, 40), (64, 64), (512, 66)])
+def test_routers_of_other_sizes_equal_the_reference(E: int, programs: int, monkeypatch: pytest.MonkeyPatch):
+    """Some programs have no row, all have one, some have eight."""
+    if IS_INTERPRETED:
+        monkeypatch.setattr(moe_step_cuda, "_num_programs", lambda _: programs)
+    check(make_call(1, E=E, D=32, F=32, settings=FLASH if E == 512 else PLAIN), has_router=True)
+
+
+@pytest.mark.usefixtures("few_rows_of_the_router")
+def test_no_launch_takes_logits_of_another_one():
+    for _ in range(5):
+        call = make_call(1, D=32, F=32)
+        # An expert that was not chosen answers with NaN.
+        chosen, _ = moe.route_ref(logits_of(call), call["expert_bias"], call["settings"])
+        is_unused = torch.ones(32, dtype=torch.bool, device=DEVICE)
+        is_unused[chosen.flatten()] = False
+        call["gate_up"][is_unused] = torch.nan
+        check(call, has_router=True)
+        # One half has this launch's logits, the other one waits for the next.
+        meeting = moe_step_cuda._meeting(call["x"].device, moe_step_cuda._num_programs(call["x"].device), 32)
+        assert {bool(half.view(torch.int32).eq(-1).all()) for half in meeting.logits} == {False, True}
+
+
+@pytest.mark.usefixtures("few_rows_of_the_router")
+def test_a_router_of_no_token_reads_no_expert():
+    call = make_call(1)
+    call["gate_up"].fill_(torch.nan)
+    assert torch.equal(run(call, width=0, has_router=True), call["x"])
+
+
+@pytest.mark.usefixtures("few_rows_of_the_router")
+def test_a_router_without_numbers_ends():
+    call = make_call(1)
+    call["router_weight"].fill_(torch.nan)
+    run(call, has_router=True)
+
+
+def test_a_router_that_the_kernel_does_not_take_has_a_launch_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    """More tokens than one, another dtype, more rows a program than a stage holds."""
+    asked = []
+
+    def norm_linear(x: torch.Tensor, norm: torch.Tensor, eps: float, weight: torch.Tensor, **_: Any) -> torch.Tensor:
+        asked.append(weight)
+        return moe.rms_norm_ref(x, norm, eps).float() @ weight.float().T
+
+    launch_kernels(monkeypatch, moe)
+    monkeypatch.setattr(moe, "norm_linear", norm_linear)
+    one, two = make_call(1), make_call(2)
+    for call, programs, is_asked in (
+        (two, 4, True),
+        (one | {"router_weight": one["router_weight"].float()}, 4, True),
+        (one, 3, True),
+        (one, 4, False),
+    ):
+        if IS_INTERPRETED:
+            monkeypatch.setattr(moe_step_cuda, "_num_programs", lambda _, programs=programs: programs)
+        elif programs == 3:
+            continue
+        assert_near(moe.moe(**call), moe.moe_ref(**call), LIMIT)
+        assert len(asked) == is_asked
+        asked.clear()
+
+
 @pytest.mark.skipif(not IS_INTERPRETED, reason="a GPU's warps go on in their own order")
-@pytest.mark.parametrize("T", [1, 5, 9])
 @pytest.mark.parametrize("stages", [3, 4])
-def test_no_order_of_warps_changes_a_bit(stages: int, T: int, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("T", "has_router"), [(1, True), (1, False), (5, False), (9, False)])
+def test_no_order_of_warps_changes_a_bit(stages: int, has_router: bool, T: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(moe_step_cuda, "_num_stages", lambda *_: stages)
+    monkeypatch.setattr(moe_step_cuda, "_num_programs", lambda _: 4 if has_router else NUM_PROGRAMS)
     # Each program has whole units and parts of them, and one token's first run ends within the ring.
     call = make_call(T, D=64, F=20, num_shared=2, settings=replace(GROUPED, num_experts_per_tok=2))
-    first = check(call)
+    first = check(call, has_router=has_router)
     for seed in range(1, 5):
         monkeypatch.setattr(moe_step_cuda, "launch", partial(cuda_on_cpu.launch, seed=seed))
-        assert torch.equal(run(call), first)
+        assert torch.equal(run(call, has_router=has_router), first)
 
 
 @pytest.mark.parametrize("T", [1, 2])
@@ -296,6 +373,7 @@ def test_a_program_may_have_no_rows(T: int, monkeypatch: pytest.MonkeyPatch):
 def test_the_real_sizes_equal_the_reference_every_time(T: int):
     call = make_call(T, D=2560, E=512, F=384, settings=FLASH)
     logits = norm_linear(call["x"], call["norm_weight"], EPS, call["router_weight"], out_dtype=torch.float32)
-    first = check(call, limit=4.0, shared_limit=5.0, logits=logits)
-    for _ in range(20):
-        assert torch.equal(run(call, limit=4.0, shared_limit=5.0, logits=logits), first)
+    for options in ({"logits": logits}, *([{"has_router": True}] if T == 1 else [])):
+        first = check(call, limit=4.0, shared_limit=5.0, **options)
+        for _ in range(20):
+            assert torch.equal(run(call, limit=4.0, shared_limit=5.0, **options), first)

@@ -190,15 +190,17 @@ def moe(
         return moe_ref(*layer, limit=limit, shared_limit=shared_limit, width=width, adds_residual=adds_residual)
     if not has_fused_experts() or not moe_step_cuda.can_run(x, down, shared_down, settings):
         return _moe_prompt(*layer, limit=limit, shared_limit=shared_limit, width=width, adds_residual=adds_residual)
-    logits = norm_linear(x, norm_weight, eps, router_weight, out_dtype=torch.float32)
-    step = (x, norm_weight, eps, logits, expert_bias, gate_up, down, shared_gate_up, shared_down, settings)
+    logits = None
+    if not moe_step_cuda.takes_router(x, router_weight):
+        logits = norm_linear(x, norm_weight, eps, router_weight, out_dtype=torch.float32)
     return moe_step_cuda.run_experts(
-        *step,
+        *layer,
         limit=limit,
         shared_limit=shared_limit,
         width=width,
         adds_residual=adds_residual,
         next_weight=next_weight,
+        logits=logits,
     )
 
 

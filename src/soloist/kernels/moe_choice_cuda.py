@@ -2,12 +2,17 @@
 
 A warp chooses for a token. What the tokens chose becomes a list of slots: the shared experts', then each distinct
 expert once, in ascending order, with the tokens that take it and their weights.
+
+Logits that programs of the same launch compute are read as they come: a place that holds `NOT_THERE`, a NaN that no
+arithmetic gives, is read again. So nobody waits for a barrier before the choice.
+
+Source of data that says that it is there: Lamport's registers, as in the one-shot all-reduces of TensorRT-LLM.
 """
 
 from typing import Protocol
 
 # Behind `nvrtc.PRELUDE`. Sizes come as definitions: NUM_EXPERTS, NUM_GROUPS, TOPK_GROUPS, NUM_CHOSEN, NUM_SHARED,
-# ROUTED_SCALE, ROWS, the most tokens, WARPS of a program, and CHOICE_BYTES.
+# ROUTED_SCALE, ROWS, the most tokens, WARPS of a program, as many at least, and CHOICE_BYTES.
 SOURCE = r"""
 constexpr int THREADS = WARPS * 32;
 constexpr int PER_LANE = NUM_EXPERTS / 32;
@@ -47,6 +52,46 @@ __device__ void load_run(const float* from, float* to) {
         for (int j = 0; j < PER_LANE; ++j) to[j] = p[j];
 }
 
+constexpr unsigned NOT_THERE = 0xffffffffu;
+
+#ifdef __CUDACC__
+__device__ unsigned load_relaxed(const unsigned* p) {
+    unsigned x;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+    return x;
+}
+__device__ uint4 load_relaxed(const uint4* p) {
+    uint4 x;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p) : "memory");
+    return x;
+}
+__device__ void store_relaxed(float* p, float x) {
+    asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory");
+}
+#endif
+
+// The same of floats that other programs store, once they have.
+__device__ void await_run(const float* from, float* to) {
+    const float* p = from + threadIdx.x % 32 * PER_LANE;
+    for (bool is_there = false; !is_there;) {
+        is_there = true;
+        if (PER_LANE % 4 == 0) {
+#pragma unroll
+            for (int j = 0; j < PER_LANE; j += 4) {
+                const uint4 four = load_relaxed((const uint4*)(p + j));
+                const unsigned bits[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+                for (int k = 0; k < 4; ++k) is_there &= bits[k] != NOT_THERE, to[j + k] = __uint_as_float(bits[k]);
+            }
+        } else
+#pragma unroll
+            for (int j = 0; j < PER_LANE; ++j) {
+                const unsigned bits = load_relaxed((const unsigned*)(p + j));
+                is_there &= bits != NOT_THERE, to[j] = __uint_as_float(bits);
+            }
+    }
+}
 struct Choice {
     // Per slot: its expert, unless it is a shared one, and the tokens that take it, as bits; per slot and token the
     // weight.
@@ -62,17 +107,15 @@ struct Choice {
 static_assert(sizeof(Choice) == CHOICE_BYTES, "the launcher counts on another size");
 
 // One token by one warp: lane l holds the experts l * PER_LANE and up, so a group of experts is a run of lanes.
-// `candidates`: 32 of the warp's own.
-__device__ void choose_of_token(Choice& s, int t, const float* logits, const float* add, uint2* candidates) {
+// `score`: its logits, `add`: the bias, `candidates`: 32 of the warp's own.
+__device__ void choose_of_token(Choice& s, int t, float* score, const float* add, uint4* candidates) {
     const int lane = threadIdx.x % 32;
-    const float* row = logits + (size_t)t * NUM_EXPERTS;
-    float score[PER_LANE];
     unsigned key[PER_LANE];
-    load_run(row, score);
     float first = -3e38f, second = -3e38f;
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) {
-        const float biased = sigmoid(score[j]) + add[j];
+        score[j] = sigmoid(score[j]);
+        const float biased = score[j] + add[j];
         key[j] = key_of(biased);
         second = fmaxf(second, fminf(first, biased));
         first = fmaxf(first, biased);
@@ -112,15 +155,16 @@ __device__ void choose_of_token(Choice& s, int t, const float* logits, const flo
     const int num_candidates = __shfl_sync(FULL, behind, 31);
     if (num_candidates <= 32) {
         // One a lane, in ascending order of experts.
-        uint2* mine = candidates + behind - __popc(is_candidate);
+        uint4* mine = candidates + behind - __popc(is_candidate);
 #pragma unroll
         for (int j = 0; j < PER_LANE; ++j)
-            if (is_candidate >> j & 1u) *mine++ = make_uint2(key[j], lane * PER_LANE + j);
+            if (is_candidate >> j & 1u) *mine++ = make_uint4(key[j], lane * PER_LANE + j, __float_as_uint(score[j]), 0);
         __syncwarp();
-        const uint2 candidate = lane < num_candidates ? candidates[lane] : make_uint2(0, 0);
+        const uint4 candidate = lane < num_candidates ? candidates[lane] : make_uint4(0, 0, 0, 0);
         const int rank = rank_of(candidate.x);
         if (rank < NUM_CHOSEN) {
             s.chosen[t * NUM_CHOSEN + rank] = candidate.y;
+            s.chosen_weight[t * NUM_CHOSEN + rank] = __uint_as_float(candidate.z);
             atomicOr(&s.active[candidate.y / PER_LANE], 1u << candidate.y % PER_LANE);
         }
     } else {
@@ -135,7 +179,8 @@ __device__ void choose_of_token(Choice& s, int t, const float* logits, const flo
                 for (int j = 0; j < PER_LANE; ++j) equal |= unsigned(key[j] == highest) << j;
                 const int lowest = __ffs(equal) - 1;
 #pragma unroll
-                for (int j = 0; j < PER_LANE; ++j) key[j] = j == lowest ? 0 : key[j];
+                for (int j = 0; j < PER_LANE; ++j)
+                    if (j == lowest) key[j] = 0, s.chosen_weight[t * NUM_CHOSEN + a] = score[j];
                 taken |= 1u << lowest;
                 s.chosen[t * NUM_CHOSEN + a] = lane * PER_LANE + lowest;
             }
@@ -143,18 +188,22 @@ __device__ void choose_of_token(Choice& s, int t, const float* logits, const flo
         if (taken) atomicOr(&s.active[lane], taken);
     }
     __syncwarp();
-    const float mine = lane < NUM_CHOSEN ? sigmoid(row[s.chosen[t * NUM_CHOSEN + lane]]) : 0.f;
+    const float mine = lane < NUM_CHOSEN ? s.chosen_weight[t * NUM_CHOSEN + lane] : 0.f;
     const float factor = ROUTED_SCALE / (sum_of_lanes(mine) + 1e-20f);
     if (lane < NUM_CHOSEN) s.chosen_weight[t * NUM_CHOSEN + lane] = mine * factor;
 }
 
-__device__ void choose_experts(Choice& s, int num_tokens, const float* logits, const float* add, uint2* candidates) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+// What is known before the choice: the shared experts' slots. A barrier behind it, then `choose_experts`.
+__device__ void begin_choice(Choice& s, int num_tokens) {
     for (int i = threadIdx.x; i < MAX_SLOTS; i += THREADS) s.tokens[i] = i < NUM_SHARED ? (1u << num_tokens) - 1u : 0u;
     for (int i = threadIdx.x; i < NUM_SHARED * ROWS; i += THREADS) s.weight[i] = 1.f;
-    if (threadIdx.x < 32) s.active[lane] = 0;
-    __syncthreads();
-    for (int t = warp; t < num_tokens; t += WARPS) choose_of_token(s, t, logits, add, candidates + 32 * warp);
+    if (threadIdx.x < 32) s.active[threadIdx.x] = 0;
+}
+
+// Warp t has token t's.
+__device__ void choose_experts(Choice& s, int num_tokens, float* score, const float* add, uint4* candidates) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (warp < num_tokens) choose_of_token(s, warp, score, add, candidates + 32 * warp);
     __syncthreads();
     if (warp == 0) {
         const int mine = __popc(s.active[lane]);

@@ -1,9 +1,10 @@
-"""The experts of a step in CUDA C++: one launch behind the router's product; the equations are in `kernels/moe.py`.
+"""The experts of a step in CUDA C++, in one launch with their router; the equations are in `kernels/moe.py`.
 
 One program per multiprocessor, all there at once:
 
-1. Each chooses the experts from the router's logits by itself (`moe_choice_cuda.py`) and normalises the rows: that
-   costs less than waiting for another launch.
+1. Each normalises the rows, multiplies them with its part of the router, whose rows came before the wait, and leaves
+   the logits to all. Each then chooses the experts by itself (`moe_choice_cuda.py`): both cost less than waiting for
+   another launch.
 2. An expert's width f has one row of D in each of its three maps: gate, up, and W_down transposed. All such rows of
    all chosen experts are one list, of which each program has an equal share. It takes eight f at a time: gate and up
    of all tokens, then, weighted, their part of all D outputs, so that no program waits for another between the maps.
@@ -16,6 +17,7 @@ where shares end depends on all its tokens, so a row may round otherwise in othe
 
 from functools import cache
 from math import inf
+from typing import NamedTuple
 
 import torch
 
@@ -33,7 +35,7 @@ READ_AHEAD_BYTES = 6 << 20
 _MAX_SHARED_BYTES = 227 * 1024
 _MAX_STATIC_BYTES = 48 * 1024
 # Rows of a map that are copied at a time, a stage of the ring, and how many stages there are: the least that keeps
-# copies on their way, and the most that gains something while there is room for the launches before and behind.
+# copies on their way, and, of more tokens than one, a fourth where that leaves room for the launches before and behind.
 _UNIT = 8
 _MIN_STAGES, _MAX_STAGES = 3, 4
 _ROOM_BYTES = 19 * 1024
@@ -45,11 +47,13 @@ _SOURCE = (
     + r"""
 // A unit is up to UNIT rows of each of an expert's three maps; a stage holds those of one map.
 constexpr int ROW_BYTES = HIDDEN * 2, STAGE_BYTES = UNIT * PITCH;
-// Tokens come in tiles of eight. Half of the warps take gate, half up; each a part of the inputs, STEPS times 32.
-constexpr int TOKEN_TILES = ROWS > 8 ? 2 : 1, SPLIT = WARPS / 2;
-constexpr int INPUT_TILES = HIDDEN / 32, STEPS = (INPUT_TILES + SPLIT - 1) / SPLIT;
+// Tokens come in tiles of eight. Half of the warps take gate, half up, each a part of the inputs.
+constexpr int TOKEN_TILES = ROWS > 8 ? 2 : 1, SPLIT = WARPS / 2, INPUT_TILES = HIDDEN / 32;
 constexpr int D_TILES = HIDDEN / 16, TILES = (D_TILES + WARPS - 1) / WARPS;
-constexpr int D_PIECES = HIDDEN / 8, D_LOADS = (D_PIECES + 31) / 32;
+constexpr int D_PIECES = HIDDEN / 8;
+static_assert(ROWS <= WARPS, "a token has a warp");
+// Threads that normalise a row.
+constexpr int NORM_THREADS = ROWS == 1 ? THREADS : 32, NORM_LOADS = (D_PIECES + NORM_THREADS - 1) / NORM_THREADS;
 
 #ifdef __CUDACC__
 // Programs meet: all that any of them wrote before is there behind it. `arrivals`: how many have ever come.
@@ -66,7 +70,10 @@ __device__ void wait_for_all_programs(unsigned long long* arrivals) {
     __syncthreads();
 }
 #else
-__device__ void wait_for_all_programs(unsigned long long*) { arrive_at_cluster(), wait_for_cluster(); }
+__device__ void wait_for_all_programs(unsigned long long* arrivals) {
+    if (threadIdx.x == 0) ++*arrivals;
+    arrive_at_cluster(), wait_for_cluster();
+}
 #endif
 
 __device__ void multiply(const uint4& w, const uint4& x, float& even, float& odd) {
@@ -80,28 +87,37 @@ __device__ void multiply(const uint4& w, const uint4& x, float& even, float& odd
     odd += high(w.w) * high(x.w);
 }
 
-// h (D_PIECES) = norm of x's row t, by a warp.
-__device__ void normalise(const uint4* x, const uint4* weight, float eps, int t, uint4* h) {
-    const int lane = threadIdx.x % 32;
-    uint4 mine[D_LOADS];
+// h (D_PIECES) = norm of a row of x, by a warp, or of a step's only one by all.
+__device__ void normalise(const uint4* x, const uint4* weight, float eps, uint4* h) {
+    const int me = threadIdx.x % NORM_THREADS;
+    uint4 mine[NORM_LOADS];
     float even = 0.f, odd = 0.f;
 #pragma unroll
-    for (int j = 0; j < D_LOADS; ++j)
-        mine[j] = lane + 32 * j < D_PIECES ? x[(size_t)t * D_PIECES + lane + 32 * j] : make_uint4(0, 0, 0, 0);
+    for (int j = 0; j < NORM_LOADS; ++j)
+        mine[j] = me + NORM_THREADS * j < D_PIECES ? x[me + NORM_THREADS * j] : make_uint4(0, 0, 0, 0);
 #pragma unroll
-    for (int j = 0; j < D_LOADS; ++j) multiply(mine[j], mine[j], even, odd);
-    const float scale = rsqrtf(sum_of_lanes(even + odd) / HIDDEN + eps);
+    for (int j = 0; j < NORM_LOADS; ++j) multiply(mine[j], mine[j], even, odd);
+    float square = sum_of_lanes(even + odd);
+    if (NORM_THREADS > 32) {
+        __shared__ float squares[WARPS];
+        if (me % 32 == 0) squares[me / 32] = square;
+        __syncthreads();
+        square = 0.f;
 #pragma unroll
-    for (int j = 0; j < D_LOADS; ++j)
-        if (lane + 32 * j < D_PIECES) {
-            const uint4 of_norm = weight[lane + 32 * j];
+        for (int i = 0; i < WARPS; ++i) square += squares[i];
+    }
+    const float scale = rsqrtf(square / HIDDEN + eps);
+#pragma unroll
+    for (int j = 0; j < NORM_LOADS; ++j)
+        if (me + NORM_THREADS * j < D_PIECES) {
+            const uint4 of_norm = weight[me + NORM_THREADS * j];
             const unsigned a[4] = {mine[j].x, mine[j].y, mine[j].z, mine[j].w};
             const unsigned b[4] = {of_norm.x, of_norm.y, of_norm.z, of_norm.w};
             unsigned y[4];
 #pragma unroll
             for (int k = 0; k < 4; ++k)
                 y[k] = to_bf16(low(a[k]) * scale * low(b[k])) | to_bf16(high(a[k]) * scale * high(b[k])) << 16;
-            h[lane + 32 * j] = make_uint4(y[0], y[1], y[2], y[3]);
+            h[me + NORM_THREADS * j] = make_uint4(y[0], y[1], y[2], y[3]);
         }
 }
 
@@ -126,6 +142,18 @@ struct Walk {
 };
 // Where the p-th of NUM_PROGRAMS equal shares of so many rows begins.
 __device__ int share(int num_rows, int p) { return num_rows * p / NUM_PROGRAMS; }
+
+// The tokens that each program has a part of, as bits; the only one is everybody's.
+__device__ void find_touched(const Choice& s, int num_rows, int num_tokens, unsigned* touched) {
+    for (int p = threadIdx.x; p < NUM_PROGRAMS; p += THREADS) {
+        unsigned tokens = 0;
+        if (ROWS == 1) tokens = num_tokens;
+        else
+            for (int row = share(num_rows, p); row < share(num_rows, p + 1); row = (row / WIDTH + 1) * WIDTH)
+                tokens |= s.tokens[row / WIDTH];
+        touched[p] = tokens;
+    }
+}
 
 // Where a program is with asking for its rows: three stages a unit, of gate, of up and of W_down transposed, in turn.
 // Every warp keeps one; each asks for one row of a stage, so that no warp is long at it.
@@ -157,18 +185,20 @@ struct Fetcher {
         ++n;
         if (++map == 3) map = 0, walk.advance();
     }
-    __device__ void fill(int row) {
-        while (n < STAGES && !walk.is_over()) fetch(row);
+    // Of the first stages, those that are known.
+    __device__ void fill(int row, int num_stages) {
+        while (n < num_stages && !walk.is_over()) fetch(row);
     }
 };
 
-// Gate or up of (token, row of the unit), over a warp's part of the inputs: the lane's part of a tile.
-__device__ float4 multiply_rows(const char* rows, const char* h_row, int slice) {
+// Products of (token, row of a stage), over a warp's part of the inputs, one of PARTS: the lane's part of a tile.
+// `rows` and `h_row`: where the lane reads its first operands.
+template <int PARTS> __device__ float4 multiply_rows(const char* rows, const char* h_row, int part) {
     float sum[2][4] = {};
 #pragma unroll
-    for (int i = 0; i < STEPS; ++i) {
-        if (INPUT_TILES % SPLIT && slice + SPLIT * i >= INPUT_TILES) break;
-        const int k = SPLIT * i * 64;
+    for (int i = 0; i < (INPUT_TILES + PARTS - 1) / PARTS; ++i) {
+        if (INPUT_TILES % PARTS && part + PARTS * i >= INPUT_TILES) break;
+        const int k = PARTS * i * 64;
         unsigned w[4], x[4];
         load_tiles(w, rows + k);
         load_tiles(x, h_row + k);
@@ -182,6 +212,16 @@ __device__ float4 multiply_rows(const char* rows, const char* h_row, int slice) 
         }
     }
     return make_float4(sum[0][0] + sum[1][0], sum[0][1] + sum[1][1], sum[0][2] + sum[1][2], sum[0][3] + sum[1][3]);
+}
+
+// Logits of the only token and the program's rows of the router, by four threads: what all warps summed.
+__device__ void publish_logits(const float4* sums, int num_rows, float* logits) {
+    const int row = threadIdx.x * 2;
+    float y[2] = {};
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i) y[0] += sums[i * 32 + threadIdx.x].x, y[1] += sums[i * 32 + threadIdx.x].y;
+    if (row < num_rows) store_relaxed(logits + row, y[0]);
+    if (row + 1 < num_rows) store_relaxed(logits + row + 1, y[1]);
 }
 
 typedef unsigned Activations[2][TOKEN_TILES * 8][UNIT / 2];
@@ -293,73 +333,108 @@ __device__ void add_up(const float* partial, const unsigned* touched, int T, con
 
 // down (E, F, D) and shared_down (Fs, D) are transposed. partial (programs, T, HIDDEN) fp32: each program's sums over
 // its rows, of the tokens that take one of them. out (T, HIDDEN) = residual + all partial sums; residual may be null.
+// With a router: router_weight (E, HIDDEN), and logits (2, E), of which launches take the halves in turn; each leaves
+// the other half without numbers, for the next one. Without: logits (T, E).
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-experts(const uint4* x, const uint4* norm_weight, float eps, int T, const float* logits, const float* bias,
-        const int* width, const uint4* gate_up, const uint4* shared_gate_up, const uint4* down,
+experts(const uint4* x, const uint4* norm_weight, float eps, int T, const uint4* router_weight, float* logits,
+        const float* bias, const int* width, const uint4* gate_up, const uint4* shared_gate_up, const uint4* down,
         const uint4* shared_down, float limit, float shared_limit, const unsigned short* residual, float* partial,
         unsigned long long* arrivals, const unsigned short* next_weight, int distance, int num_bytes,
         unsigned short* out) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, b = blockIdx.x;
     __shared__ Choice s;
-    __shared__ Mbarrier full[STAGES], has_left;
-    // The tokens that each program has a part of, as bits.
+    __shared__ Mbarrier full[STAGES], has_left, is_early;
     __shared__ unsigned touched[NUM_PROGRAMS];
     // Each warp's sums over its part of the inputs, and weighted activations in two bf16 parts.
     __shared__ float4 sums[THREADS];
     __shared__ Activations act;
     DYNAMIC_SHARED(char, stages);
-    char* h = stages + STAGES * STAGE_BYTES;
+    char *h = stages + STAGES * STAGE_BYTES, *norm_row = h + T * PITCH;
     // One token: every program begins with a share of the shared expert, which is known before the choice.
     constexpr int SHARED_ROWS = ROWS == 1 ? NUM_SHARED * WIDTH : 0;
     Walk walk = {share(SHARED_ROWS, b), share(SHARED_ROWS, b + 1), 0, 0};
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) init_mbarrier(&full[i], 1);
         init_mbarrier(&has_left, WARPS);
+        init_mbarrier(&is_early, 1);
         publish_mbarriers();
-        if (num_bytes) prefetch_run(next_weight + (size_t)distance * b, num_bytes);
     }
     __syncthreads();
+    // The program's rows of the router have the ring's last place until they are multiplied.
+    char* of_router = stages + (STAGES - 1) * STAGE_BYTES;
+    const int first_logit = share(NUM_EXPERTS, b), num_logits = share(NUM_EXPERTS, b + 1) - first_logit;
+    if (threadIdx.x == 0) {
+        expect_bytes(&is_early, ROW_BYTES + (HAS_ROUTER ? num_logits * ROW_BYTES : 0));
+        copy_to_shared(norm_row, norm_weight, ROW_BYTES, &is_early);
+    }
+    if (HAS_ROUTER && lane == 0 && warp < num_logits)
+        copy_to_shared(of_router + warp * PITCH, router_weight + (size_t)(first_logit + warp) * D_PIECES, ROW_BYTES,
+                       &is_early);
     Fetcher fetcher = {gate_up, shared_gate_up, down, shared_down, s.expert, stages, full, walk, 0, 0};
-    fetcher.fill(warp);
+    fetcher.fill(warp, STAGES - HAS_ROUTER);
     if (warp == 0)
-        for (int i = lane; i < HIDDEN / 64; i += 32) prefetch((const char*)norm_weight + i * 128);
-    float add[PER_LANE];
-    load_run(bias, add);
+        for (int i = lane; i < (NUM_EXPERTS + 31) / 32; i += 32) prefetch(bias + i * 32);
     wait_for_producers();
     let_consumers_start();
     const int num_tokens = width ? min(T, *width) : T;
-    // With few tokens the warps that normalise are not those that choose.
-    for (int t = WARPS - 1 - warp; t < T; t += WARPS) normalise(x, norm_weight, eps, t, (uint4*)(h + t * PITCH));
-    choose_experts(s, num_tokens, logits, add, (uint2*)sums);
-
-    const int num_rows = max(0, (num_tokens ? s.num_slots * WIDTH : 0) - SHARED_ROWS);
-    const int first_row = SHARED_ROWS + share(num_rows, b), behind_row = SHARED_ROWS + share(num_rows, b + 1);
-    walk.follow(first_row, behind_row);
-    fetcher.walk.follow(first_row, behind_row);
-    fetcher.fill(warp);
-    for (int p = threadIdx.x; p < NUM_PROGRAMS; p += THREADS) {
-        unsigned tokens = 0;
-        if (ROWS == 1) tokens = num_tokens;
-        else
-            for (int row = share(num_rows, p); row < share(num_rows, p + 1); row = (row / WIDTH + 1) * WIDTH)
-                tokens |= s.tokens[row / WIDTH];
-        touched[p] = tokens;
+    if (HAS_ROUTER) {
+        // As long as this program has not arrived, the launch is not counted.
+        const bool is_odd = __ldcg(arrivals) / NUM_PROGRAMS % 2;
+        if (threadIdx.x < num_logits)
+            logits[(is_odd ? 0 : NUM_EXPERTS) + first_logit + threadIdx.x] = __uint_as_float(NOT_THERE);
+        logits += is_odd ? NUM_EXPERTS : 0;
     }
-    // A program without rows comes to no other barrier before it reads them.
-    if (walk.is_over()) __syncthreads();
-
-    Totals total = {};
-    const int half = warp / SPLIT, slice = warp % SPLIT;
+    wait_for_phase(&is_early, 0);
+    // With few tokens the warps that normalise are not those that choose.
+    const int row = ROWS == 1 ? 0 : WARPS - 1 - warp;
+    if (row < T) normalise(x + (size_t)row * D_PIECES, (const uint4*)norm_row, eps, (uint4*)(h + row * PITCH));
+    float add[PER_LANE], score[PER_LANE];
+    if (warp < num_tokens) {
+        load_run(bias, add);
+        if (!HAS_ROUTER) load_run(logits + (size_t)warp * NUM_EXPERTS, score);
+    }
+    begin_choice(s, num_tokens);
+    __syncthreads();
     // Where this lane reads tokens and rows as operands; tokens that are not there are the last again.
     const int token = TOKEN_TILES == 1 ? lane % 8 : lane % 16;
-    const char* h_row = h + min(token, T - 1) * PITCH + lane / (8 * TOKEN_TILES) * 16 + slice * 64;
-    const int of_map = lane % 8 * PITCH + lane / 8 * 16 + slice * 64;
-    const int of_down = lane % 8 * PITCH + lane / 8 % 2 * 16 + warp * 32;
+    const char* h_row = h + min(token, T - 1) * PITCH + lane / (8 * TOKEN_TILES) * 16;
+    const int of_row = lane % 8 * PITCH + lane / 8 * 16;
+    if (HAS_ROUTER) {
+        sums[threadIdx.x] = multiply_rows<WARPS>(of_router + of_row + warp * 64, h_row + warp * 64, warp);
+        __syncthreads();
+        if (threadIdx.x < 4) publish_logits(sums, num_logits, logits + first_logit);
+        fetcher.fill(warp, STAGES);
+        __syncthreads();
+    }
+    if (threadIdx.x == 0 && num_bytes) prefetch_run(next_weight + (size_t)distance * b, num_bytes);
+
+    // `n`: stages so far, of which all are left.
+    const auto choose = [&](int n) {
+        float come[PER_LANE];
+        if (HAS_ROUTER && warp < num_tokens) await_run(logits, come);
+        choose_experts(s, num_tokens, HAS_ROUTER ? come : score, add, (uint4*)sums);
+        const int num_rows = max(0, (num_tokens ? s.num_slots * WIDTH : 0) - SHARED_ROWS);
+        const int first_row = SHARED_ROWS + share(num_rows, b), behind_row = SHARED_ROWS + share(num_rows, b + 1);
+        walk.follow(first_row, behind_row);
+        fetcher.walk.follow(first_row, behind_row);
+        fetcher.fill(warp, n + STAGES);
+        find_touched(s, num_rows, num_tokens, touched);
+        // A program without rows comes to no other barrier before it reads them.
+        if (walk.is_over()) __syncthreads();
+    };
+    bool is_chosen = ROWS > 1;
+    if (is_chosen) choose(0);
+    Totals total = {};
+    const int half = warp / SPLIT, slice = warp % SPLIT;
+    h_row += slice * 64;
+    const int of_map = of_row + slice * 64, of_down = lane % 8 * PITCH + lane / 8 % 2 * 16 + warp * 32;
     const auto wait = [&](int n) { wait_for_phase(&full[n % STAGES], n / STAGES & 1); };
-    for (int n = 0; !walk.is_over(); n += 3, walk.advance()) {
+    for (int n = 0;; n += 3, walk.advance()) {
+        if (!is_chosen && walk.is_over()) choose(n), is_chosen = true;
+        if (walk.is_over()) break;
         const int slot = walk.slot(), num_unit_rows = walk.num_rows();
         wait(n + half);
-        sums[threadIdx.x] = multiply_rows(stages + (n + half) % STAGES * STAGE_BYTES + of_map, h_row, slice);
+        sums[threadIdx.x] = multiply_rows<SPLIT>(stages + (n + half) % STAGES * STAGE_BYTES + of_map, h_row, slice);
         __syncthreads();
         // Both stages are left.
         if (!fetcher.walk.is_over()) fetcher.fetch(warp);
@@ -390,10 +465,22 @@ def _num_programs(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+class _Meeting(NamedTuple):
+    """What the programs of a launch meet by. Launches of one device follow each other (`runtime.turn`)."""
+
+    # () int64: how many programs of all launches have come to the end.
+    arrivals: torch.Tensor
+    # (2, E) fp32 logits of this launch and of the next one, without numbers. Without a router: ().
+    logits: torch.Tensor
+
+
 @cache
-def _arrivals(device: torch.device) -> torch.Tensor:
-    """() int64: what the programs of one launch wait by. Launches of one device follow each other (`runtime.turn`)."""
-    return torch.zeros((), dtype=torch.int64, device=device)
+def _meeting(device: torch.device, num_programs: int, num_logits: int) -> _Meeting:
+    """Give the meeting of launches of so many programs whose routers have so many outputs, or that have none (0)."""
+    arrivals = torch.zeros((), dtype=torch.int64, device=device)
+    # `NOT_THERE` of the source.
+    logits = torch.full((2, num_logits), -1, dtype=torch.int32, device=device)
+    return _Meeting(arrivals, logits.view(torch.float32))
 
 
 def _size(T: int) -> tuple[int, int]:
@@ -413,13 +500,24 @@ def _num_stages(T: int, D: int, E: int, router: moe_choice_cuda.RouterShape, num
     rows, warps = _size(T)
     pitch = _pitch(D)
     static_bytes = moe_choice_cuda.choice_bytes(E, router.num_experts_per_tok, num_shared, rows)
-    # The warps' sums, who is touched, activations, and the barriers.
-    static_bytes += warps * 512 + num_programs * 4 + 512 + 64
-    room = _MAX_SHARED_BYTES - static_bytes - T * pitch
+    # The warps' sums, of squares too, who is touched, activations, and the barriers.
+    static_bytes += warps * (512 + 4) + num_programs * 4 + 512 + 64
+    room = _MAX_SHARED_BYTES - static_bytes - (T + 1) * pitch
     least, most = room // (_UNIT * pitch), (room - _ROOM_BYTES) // (_UNIT * pitch)
     if static_bytes > _MAX_STATIC_BYTES or least < _MIN_STAGES:
         return 0
-    return max(_MIN_STAGES, min(_MAX_STAGES, most))
+    return max(_MIN_STAGES, min(_MAX_STAGES if T > 1 else _MIN_STAGES, most))
+
+
+def takes_router(x: torch.Tensor, router_weight: torch.Tensor) -> bool:
+    """Say whether the kernel multiplies with this router, or wants its logits.
+
+    Of one token it exchanges them behind the shared expert's share; of more it would wait for them longer than for
+    another launch (`docs/log.md`).
+    """
+    num_rows = -(-router_weight.shape[0] // _num_programs(x.device))
+    is_sized = x.shape[0] == 1 and num_rows <= _UNIT
+    return is_sized and router_weight.dtype == torch.bfloat16 and router_weight.is_contiguous()
 
 
 def can_run(
@@ -436,7 +534,7 @@ def run_experts(
     x: torch.Tensor,
     norm_weight: torch.Tensor,
     eps: float,
-    logits: torch.Tensor,
+    router_weight: torch.Tensor,
     expert_bias: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
@@ -449,6 +547,7 @@ def run_experts(
     width: torch.Tensor | None,
     adds_residual: bool,
     next_weight: object = None,
+    logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Choose and run the experts of a step; weights, limits and width as `moe` in `kernels/moe.py` takes them.
 
@@ -456,7 +555,7 @@ def run_experts(
         x: (T, D) bf16 residual stream; `can_run` said yes.
         norm_weight: (D) bf16.
         eps: of the norm.
-        logits: (T, E) fp32.
+        router_weight: (E, D), not read where logits are given.
         expert_bias: (E) fp32.
         gate_up: see `moe`, as the weights that follow.
         down: as there, its storage (E, F, D).
@@ -468,6 +567,7 @@ def run_experts(
         width: as there.
         adds_residual: as there.
         next_weight: as there.
+        logits: (T, E) fp32 of the router, if `takes_router` says no.
 
     Returns:
         (T, D): x, if it is added, and all experts.
@@ -488,6 +588,9 @@ def run_experts(
     num_shared = 0 if shared_down is None else shared_down.shape[1] // F
     num_stages = _num_stages(T, D, E, router, num_shared, num_programs)
     assert num_stages, "`can_run` says no"
+    has_router = logits is None
+    assert not has_router or takes_router(x, router_weight), "its logits have to be given"
+    meeting = _meeting(device, num_programs, E if has_router else 0)
     definitions = {
         "HIDDEN": D,
         "WIDTH": F,
@@ -498,6 +601,7 @@ def run_experts(
         "NUM_SHARED": num_shared,
         "CHOICE_BYTES": moe_choice_cuda.choice_bytes(E, router.num_experts_per_tok, num_shared, rows),
         "ROWS": rows,
+        "HAS_ROUTER": int(has_router),
         "WARPS": warps,
         "UNIT": _UNIT,
         "PITCH": _pitch(D),
@@ -511,10 +615,11 @@ def run_experts(
     kernel = load_kernel(_SOURCE, "experts", tuple((key, str(value)) for key, value in definitions.items()), device)
     launch(
         kernel, (num_programs, 1, 1), 32 * warps,
-        x, norm_weight, eps, T, logits, expert_bias, width, gate_up, shared_gate_up, down, shared_down,
+        x, norm_weight, eps, T, router_weight, meeting.logits if logits is None else logits, expert_bias, width,
+        gate_up, shared_gate_up, down, shared_down,
         inf if limit is None else limit, inf if shared_limit is None else shared_limit,
-        x if adds_residual else None, partial, _arrivals(device),
+        x if adds_residual else None, partial, meeting.arrivals,
         *((None, 0, 0) if ahead is None else ahead), out,
-        shared_bytes=(_UNIT * num_stages + T) * _pitch(D),
+        shared_bytes=(_UNIT * num_stages + T + 1) * _pitch(D),
     )  # fmt: skip
     return out
