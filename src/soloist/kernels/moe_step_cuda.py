@@ -121,7 +121,8 @@ __device__ void normalise(const uint4* x, const uint4* weight, float eps, uint4*
         }
 }
 
-// A program's way over its rows, counted over all slots: two runs of them, either may be empty. Units end with slots.
+// A program's way over its rows, counted over all slots: two runs of them, either may be empty; only one token has a
+// first one. Units end with slots.
 struct Walk {
     int row, end, then, then_end;
     __device__ bool is_over() const { return row == end; }
@@ -129,7 +130,7 @@ struct Walk {
     __device__ int num_rows() const { return min(min(UNIT, end - row), WIDTH - row % WIDTH); }
     __device__ void advance() {
         row += num_rows();
-        turn();
+        if (ROWS == 1) turn();
     }
     // Sets the second run.
     __device__ void follow(int first, int behind) {
@@ -341,7 +342,8 @@ experts(const uint4* x, const uint4* norm_weight, float eps, int T, const uint4*
         const uint4* shared_down, float limit, float shared_limit, const unsigned short* residual, float* partial,
         unsigned long long* arrivals, const unsigned short* next_weight, int distance, int num_bytes,
         unsigned short* out) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, b = blockIdx.x;
+    // Known to be the same for all lanes, which saves registers.
+    const int warp = __shfl_sync(FULL, threadIdx.x / 32, 0), lane = threadIdx.x % 32, b = blockIdx.x;
     __shared__ Choice s;
     __shared__ Mbarrier full[STAGES], has_left, is_early;
     __shared__ unsigned touched[NUM_PROGRAMS];
