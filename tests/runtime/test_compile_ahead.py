@@ -3,10 +3,13 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from soloist.kernels import nvrtc
+from soloist.kernels.launch import make_lasting
 from soloist.models.causal_lm import CausalLM
 from soloist.runtime.buffers import SamplingPlan
+from soloist.runtime.graph import compile_ahead
 from soloist.sampling_params import SamplingParams
 from tests.runtime.gpu_models import BEST, make_engine, needs_gpu
 
@@ -49,3 +52,10 @@ def test_requests_find_everything_compiled(model: CausalLM, compiled: list[str],
             tokens = [t for r in engine.generate([17 * i % 97 for i in range(length)], params) for t in r.token_ids]
             assert len(tokens) == 12
             assert not compiled, f"a prompt of {length} tokens"
+
+
+@needs_gpu
+def test_what_lasts_is_filled_though_it_was_made_in_a_capture_that_is_thrown_away():
+    made: list[torch.Tensor] = []
+    compile_ahead([lambda: made.append(make_lasting(lambda: torch.full((3,), 7, device="cuda")))])
+    assert made[0].tolist() == [7, 7, 7]

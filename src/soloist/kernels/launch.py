@@ -13,7 +13,7 @@ Source: CUDA programming guide, programmatic dependent launch; PTX `griddepcontr
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -95,6 +95,24 @@ def pdl_options() -> dict[str, Any]:
     return {"PDL": _DELAYED if delays is not None and next(delays) else True, "launch_pdl": True}
 
 
+def make_lasting(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Make a tensor that all launches of a process share, with what it holds at first.
+
+    In a capture nothing runs, and what compiles ahead throws the capture away: the tensor would hold what its memory
+    held before. So it is made on another stream then, which the capture has no part in (it has to be a relaxed one).
+
+    Args:
+        make: allocates and fills on the current stream.
+    """
+    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return make()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        tensor = make()
+    stream.synchronize()
+    return tensor
+
+
 @cache
 def arrival_counters(device: torch.device) -> torch.Tensor:
     """Counters for last-arriver combines: (65536,) int32, zero between kernels.
@@ -102,7 +120,7 @@ def arrival_counters(device: torch.device) -> torch.Tensor:
     Shared by every kernel of one device, since a step runs on one stream and engines take turns (`runtime.turn`): each
     kernel leaves the counters it used at zero, and none touches them before its wait.
     """
-    return torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=device)
+    return make_lasting(lambda: torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=device))
 
 
 if HAS_TRITON:
