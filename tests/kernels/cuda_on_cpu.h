@@ -217,17 +217,13 @@ static void wait_for_cluster() {
     for (; mine.round[me] == cpu_cluster_barrier.round; cpu_yield()) mine.is_waiting[me] = 1;
     mine.is_waiting[me] = 0;
 }
-// Of words that other programs write: they have a turn before each look.
+// Of what other programs write: as it was before they had another turn.
 static bool cpu_ends_turn;
-static unsigned cpu_await(const unsigned* p) {
+template <class T> static T load_relaxed(const T* p) {
+    const T seen = *p;
     cpu_ends_turn = true;
     cpu_yield();
-    return *p;
-}
-static unsigned load_relaxed(const unsigned* p) { return cpu_await(p); }
-static uint4 load_relaxed(const uint4* p) {
-    const unsigned* words = (const unsigned*)p;
-    return {cpu_await(words), words[1], words[2], words[3]};
+    return seen;
 }
 static void store_relaxed(float* p, float x) { *p = x; }
 template <class T> static void store_to_peer(T* p, int program, T x) {

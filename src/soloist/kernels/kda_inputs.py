@@ -21,13 +21,13 @@ class KdaRows(NamedTuple):
 class KdaWeights(NamedTuple):
     """Weights of a layer."""
 
-    # (C, 4): taps, oldest input first; the rows' dtype or fp32.
+    # (C, 4): taps, oldest input first; the rows' dtype, in a prompt and on a CPU also fp32.
     conv_w: torch.Tensor
     # (H) fp32.
     A_log: torch.Tensor
     # (H*K) fp32.
     dt_bias: torch.Tensor
-    # (V): of the output norm; the rows' dtype or fp32.
+    # (V): of the output norm; the rows' dtype, in a prompt and on a CPU also fp32.
     o_norm: torch.Tensor
     # Of the output norm.
     eps: float

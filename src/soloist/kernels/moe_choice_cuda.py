@@ -92,6 +92,7 @@ __device__ void await_run(const float* from, float* to) {
             }
     }
 }
+
 struct Choice {
     // Per slot: its expert, unless it is a shared one, and the tokens that take it, as bits; per slot and token the
     // weight.

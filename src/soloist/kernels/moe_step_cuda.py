@@ -1,10 +1,10 @@
-"""The experts of a step in CUDA C++, in one launch with their router; the equations are in `kernels/moe.py`.
+"""The experts of a step in CUDA C++, of one token with their router; the equations are in `kernels/moe.py`.
 
 One program per multiprocessor, all there at once:
 
-1. Each normalises the rows, multiplies them with its part of the router, whose rows came before the wait, and leaves
-   the logits to all. Each then chooses the experts by itself (`moe_choice_cuda.py`): both cost less than waiting for
-   another launch.
+1. Each normalises the rows. Of one token it multiplies them with its part of the router, whose rows came before the
+   wait, and leaves the logits to all; of more a launch in front has. Each then chooses the experts by itself
+   (`moe_choice_cuda.py`): that costs less than waiting for another launch.
 2. An expert's width f has one row of D in each of its three maps: gate, up, and W_down transposed. All such rows of
    all chosen experts are one list, of which each program has an equal share. It takes eight f at a time: gate and up
    of all tokens, then, weighted, their part of all D outputs, so that no program waits for another between the maps.
