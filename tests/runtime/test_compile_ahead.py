@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from soloist.kernels import nvrtc
-from soloist.kernels.launch import make_lasting
+from soloist.kernels.launch import cache_outside_captures
 from soloist.models.causal_lm import CausalLM
 from soloist.runtime.buffers import SamplingPlan
 from soloist.runtime.graph import compile_ahead
@@ -55,7 +55,10 @@ def test_requests_find_everything_compiled(model: CausalLM, compiled: list[str],
 
 
 @needs_gpu
-def test_what_lasts_is_filled_though_it_was_made_in_a_capture_that_is_thrown_away():
+def test_launches_share_no_state_that_was_made_while_compiling_ahead():
+    """It would be thrown away unfilled with the capture."""
     made: list[torch.Tensor] = []
-    compile_ahead([lambda: made.append(make_lasting(lambda: torch.full((3,), 7, device="cuda")))])
-    assert made[0].tolist() == [7, 7, 7]
+    state = cache_outside_captures(lambda: torch.full((3,), 7, device="cuda"))
+    compile_ahead([lambda: made.append(state())])
+    assert state() is not made[0] and state() is state()
+    assert state().tolist() == [7, 7, 7]

@@ -16,9 +16,9 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import wraps
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,6 +34,8 @@ else:
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "") == "1"
 
 _NUM_COUNTERS = 1 << 16
+
+_State = TypeVar("_State")
 
 _pdl: ContextVar[bool] = ContextVar("pdl", default=True)
 _fused_experts: ContextVar[bool] = ContextVar("fused_experts", default=True)
@@ -95,32 +97,34 @@ def pdl_options() -> dict[str, Any]:
     return {"PDL": _DELAYED if delays is not None and next(delays) else True, "launch_pdl": True}
 
 
-def make_lasting(make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Make a tensor that all launches of a process share, with what it holds at first.
+def cache_outside_captures(make: Callable[..., _State]) -> Callable[..., _State]:
+    """Keep what `make` gives for its arguments, as `functools.cache` does, but not in a capture: for launches' state.
 
-    In a capture nothing runs, and what compiles ahead throws the capture away: the tensor would hold what its memory
-    held before. So it is made on another stream then, which the capture has no part in (it has to be a relaxed one).
-
-    Args:
-        make: allocates and fills on the current stream.
+    In a capture nothing runs, and what compiles ahead throws the capture away: what is made there never holds the
+    numbers that it is made with. A step that is captured to be replayed has run before, so its state is there.
     """
-    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-        return make()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        tensor = make()
-    stream.synchronize()
-    return tensor
+    kept: dict[tuple[Any, ...], _State] = {}
+
+    @wraps(make)
+    def get(*args: Any) -> _State:
+        if args not in kept:
+            made = make(*args)
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                return made
+            kept[args] = made
+        return kept[args]
+
+    return get
 
 
-@cache
+@cache_outside_captures
 def arrival_counters(device: torch.device) -> torch.Tensor:
     """Counters for last-arriver combines: (65536,) int32, zero between kernels.
 
     Shared by every kernel of one device, since a step runs on one stream and engines take turns (`runtime.turn`): each
     kernel leaves the counters it used at zero, and none touches them before its wait.
     """
-    return make_lasting(lambda: torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=device))
+    return torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=device)
 
 
 if HAS_TRITON:

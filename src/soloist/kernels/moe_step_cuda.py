@@ -23,7 +23,7 @@ import torch
 
 from soloist.errors import UnsupportedError
 from soloist.kernels import bulk_copies_cuda, moe_choice_cuda
-from soloist.kernels.launch import make_lasting, pdl_options
+from soloist.kernels.launch import cache_outside_captures, pdl_options
 from soloist.kernels.nvrtc import PRELUDE, launch, load_kernel
 from soloist.kernels.read_ahead import shares
 
@@ -476,12 +476,12 @@ class _Meeting(NamedTuple):
     logits: torch.Tensor
 
 
-@cache
+@cache_outside_captures
 def _meeting(device: torch.device, num_programs: int, num_logits: int) -> _Meeting:
     """Give the meeting of launches of so many programs whose routers have so many outputs, or that have none (0)."""
-    arrivals = make_lasting(lambda: torch.zeros((), dtype=torch.int64, device=device))
+    arrivals = torch.zeros((), dtype=torch.int64, device=device)
     # `NOT_THERE` of the source.
-    logits = make_lasting(lambda: torch.full((2, num_logits), -1, dtype=torch.int32, device=device))
+    logits = torch.full((2, num_logits), -1, dtype=torch.int32, device=device)
     return _Meeting(arrivals, logits.view(torch.float32))
 
 
