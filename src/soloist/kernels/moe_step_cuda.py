@@ -508,7 +508,7 @@ def _num_stages(T: int, D: int, E: int, router: moe_choice_cuda.RouterShape, num
     least, most = room // (_UNIT * pitch), (room - _ROOM_BYTES) // (_UNIT * pitch)
     if static_bytes > _MAX_STATIC_BYTES or least < _MIN_STAGES:
         return 0
-    return max(_MIN_STAGES, min(_MAX_STAGES if T > 1 else _MIN_STAGES, most))
+    return _MIN_STAGES if T == 1 else max(_MIN_STAGES, min(_MAX_STAGES, most))
 
 
 def takes_router(x: torch.Tensor, router_weight: torch.Tensor) -> bool:
