@@ -82,6 +82,13 @@ def logits_of(call: dict[str, Any]) -> torch.Tensor:
     return h.float() @ call["router_weight"].float().T
 
 
+def logits_of_a_launch(call: dict[str, Any]) -> torch.Tensor:
+    """Round x * norm_weight instead of the normalised row, as the router's launch of more tokens does."""
+    x = call["x"].float()
+    h = (x * call["norm_weight"].float()).to(BF16).float()
+    return h @ call["router_weight"].float().T * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+
+
 def run(
     call: dict[str, Any],
     *,
@@ -296,7 +303,8 @@ def test_no_launch_takes_logits_of_another_one():
     for _ in range(5):
         call = make_call(1, D=32, F=32)
         # An expert that was not chosen answers with NaN.
-        chosen, _ = moe.route_ref(logits_of(call), call["expert_bias"], call["settings"])
+        logits = logits_of_a_launch(call)
+        chosen, _ = moe.route_ref(logits, call["expert_bias"], call["settings"])
         is_unused = torch.ones(32, dtype=torch.bool, device=DEVICE)
         is_unused[chosen.flatten()] = False
         call["gate_up"][is_unused] = torch.nan
@@ -305,6 +313,7 @@ def test_no_launch_takes_logits_of_another_one():
         meeting = moe_step_cuda._meeting(call["x"].device, moe_step_cuda._num_programs(call["x"].device), 32)
         now = [bool(half.view(torch.int32).eq(-1).all()) for half in meeting.logits]
         assert sorted(now) == [False, True] and now != waits
+        torch.testing.assert_close(meeting.logits[now.index(False)], logits[0], rtol=1e-5, atol=1e-5)
         waits = now
 
 

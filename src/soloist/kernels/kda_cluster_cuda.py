@@ -93,7 +93,7 @@ __device__ Four load_four(const element* p) {
     return {low(pairs.x), high(pairs.x), low(pairs.y), high(pairs.y)};
 }
 __device__ void store_four(element* p, const Four& x) {
-    *(uint2*)p = make_uint2(to_bf16(x.x[0]) | to_bf16(x.x[1]) << 16, to_bf16(x.x[2]) | to_bf16(x.x[3]) << 16);
+    *(uint2*)p = make_uint2(to_bf16_pair(x.x[0], x.x[1]), to_bf16_pair(x.x[2], x.x[3]));
 }
 #endif
 __device__ float dot(const Four& a, const Four& b) {

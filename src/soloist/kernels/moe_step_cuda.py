@@ -87,16 +87,23 @@ __device__ void multiply(const uint4& w, const uint4& x, float& even, float& odd
     odd += high(w.w) * high(x.w);
 }
 
-// h (D_PIECES) = norm of a row of x, by a warp, or of a step's only one by all.
-__device__ void normalise(const uint4* x, const uint4* weight, float eps, uint4* h) {
+// h (D_PIECES) = norm of a row of x, by a warp, or of a step's only one by all; returns the norm's scale. For a router
+// x * weight, rounded, takes the weight's place: behind the first barrier for all.
+__device__ float normalise(const uint4* x, uint4* weight, float eps, uint4* h) {
     const int me = threadIdx.x % NORM_THREADS;
-    uint4 mine[NORM_LOADS];
+    uint4 mine[NORM_LOADS], norm_weight[NORM_LOADS];
     float even = 0.f, odd = 0.f;
 #pragma unroll
     for (int j = 0; j < NORM_LOADS; ++j)
         mine[j] = me + NORM_THREADS * j < D_PIECES ? x[me + NORM_THREADS * j] : make_uint4(0, 0, 0, 0);
 #pragma unroll
     for (int j = 0; j < NORM_LOADS; ++j) multiply(mine[j], mine[j], even, odd);
+#pragma unroll
+    for (int j = 0; j < NORM_LOADS; ++j)
+        if (HAS_ROUTER && me + NORM_THREADS * j < D_PIECES) {
+            norm_weight[j] = weight[me + NORM_THREADS * j];
+            weight[me + NORM_THREADS * j] = multiply_pairs(mine[j], norm_weight[j]);
+        }
     float square = sum_of_lanes(even + odd);
     if (NORM_THREADS > 32) {
         __shared__ float squares[WARPS];
@@ -110,15 +117,16 @@ __device__ void normalise(const uint4* x, const uint4* weight, float eps, uint4*
 #pragma unroll
     for (int j = 0; j < NORM_LOADS; ++j)
         if (me + NORM_THREADS * j < D_PIECES) {
-            const uint4 of_norm = weight[me + NORM_THREADS * j];
             const unsigned a[4] = {mine[j].x, mine[j].y, mine[j].z, mine[j].w};
+            const uint4 of_norm = HAS_ROUTER ? norm_weight[j] : weight[me + NORM_THREADS * j];
             const unsigned b[4] = {of_norm.x, of_norm.y, of_norm.z, of_norm.w};
             unsigned y[4];
 #pragma unroll
             for (int k = 0; k < 4; ++k)
-                y[k] = to_bf16(low(a[k]) * scale * low(b[k])) | to_bf16(high(a[k]) * scale * high(b[k])) << 16;
+                y[k] = to_bf16_pair(low(a[k]) * scale * low(b[k]), high(a[k]) * scale * high(b[k]));
             h[me + NORM_THREADS * j] = make_uint4(y[0], y[1], y[2], y[3]);
         }
+    return scale;
 }
 
 // A program's way over its rows, counted over all slots: two runs of them, either may be empty; only one token has a
@@ -215,14 +223,14 @@ template <int PARTS> __device__ float4 multiply_rows(const char* rows, const cha
     return make_float4(sum[0][0] + sum[1][0], sum[0][1] + sum[1][1], sum[0][2] + sum[1][2], sum[0][3] + sum[1][3]);
 }
 
-// Logits of the only token and the program's rows of the router, by four threads: what all warps summed.
-__device__ void publish_logits(const float4* sums, int num_rows, float* logits) {
+// Logits of the only token and the program's rows of the router, by four threads: what all warps summed, scaled.
+__device__ void publish_logits(const float4* sums, float scale, int num_rows, float* logits) {
     const int row = threadIdx.x * 2;
     float y[2] = {};
 #pragma unroll
     for (int i = 0; i < WARPS; ++i) y[0] += sums[i * 32 + threadIdx.x].x, y[1] += sums[i * 32 + threadIdx.x].y;
-    if (row < num_rows) store_relaxed(logits + row, y[0]);
-    if (row + 1 < num_rows) store_relaxed(logits + row + 1, y[1]);
+    if (row < num_rows) store_relaxed(logits + row, y[0] * scale);
+    if (row + 1 < num_rows) store_relaxed(logits + row + 1, y[1] * scale);
 }
 
 typedef unsigned Activations[2][TOKEN_TILES * 8][UNIT / 2];
@@ -327,8 +335,8 @@ __device__ void add_up(const float* partial, const unsigned* touched, int T, con
 #pragma unroll
             for (int j = 0; j < 4; ++j) y[j] += __shfl_xor_sync(FULL, y[j], o);
         if (lane < LANES)
-            *(uint2*)(out + at) = make_uint2(to_bf16(y[0] + low(old.x)) | to_bf16(y[1] + high(old.x)) << 16,
-                                             to_bf16(y[2] + low(old.y)) | to_bf16(y[3] + high(old.y)) << 16);
+            *(uint2*)(out + at) = make_uint2(to_bf16_pair(y[0] + low(old.x), y[1] + high(old.x)),
+                                             to_bf16_pair(y[2] + low(old.y), y[3] + high(old.y)));
     }
 }
 
@@ -389,25 +397,26 @@ experts(const uint4* x, const uint4* norm_weight, float eps, int T, const uint4*
     wait_for_phase(&is_early, 0);
     // With few tokens the warps that normalise are not those that choose.
     const int row = ROWS == 1 ? 0 : WARPS - 1 - warp;
-    if (row < T) normalise(x + (size_t)row * D_PIECES, (const uint4*)norm_row, eps, (uint4*)(h + row * PITCH));
+    float scale = 0.f;
+    if (row < T) scale = normalise(x + (size_t)row * D_PIECES, (uint4*)norm_row, eps, (uint4*)(h + row * PITCH));
     float add[PER_LANE], score[PER_LANE];
     if (warp < num_tokens) {
         load_run(bias, add);
         if (!HAS_ROUTER) load_run(logits + (size_t)warp * NUM_EXPERTS, score);
     }
     begin_choice(s, num_tokens);
-    __syncthreads();
     // Where this lane reads tokens and rows as operands; tokens that are not there are the last again.
     const int token = TOKEN_TILES == 1 ? lane % 8 : lane % 16;
     const char* h_row = h + min(token, T - 1) * PITCH + lane / (8 * TOKEN_TILES) * 16;
     const int of_row = lane % 8 * PITCH + lane / 8 * 16;
     if (HAS_ROUTER) {
-        sums[threadIdx.x] = multiply_rows<WARPS>(of_router + of_row + warp * 64, h_row + warp * 64, warp);
+        const char* weighted_row = norm_row + lane / 8 * 16;
+        sums[threadIdx.x] = multiply_rows<WARPS>(of_router + of_row + warp * 64, weighted_row + warp * 64, warp);
         __syncthreads();
-        if (threadIdx.x < 4) publish_logits(sums, num_logits, logits + first_logit);
+        if (threadIdx.x < 4) publish_logits(sums, scale, num_logits, logits + first_logit);
         fetcher.fill(warp, STAGES);
-        __syncthreads();
     }
+    __syncthreads();
     if (threadIdx.x == 0 && num_bytes) prefetch_run(next_weight + (size_t)distance * b, num_bytes);
 
     // `n`: stages so far, of which all are left.

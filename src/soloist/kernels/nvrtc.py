@@ -31,6 +31,10 @@ else:
 PRELUDE = r"""
 constexpr unsigned FULL = 0xffffffffu;
 
+// Of a pair of bf16.
+__device__ float low(unsigned pair) { return __uint_as_float(pair << 16); }
+__device__ float high(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
+
 #ifdef __CUDACC__
 // Aligned for bulk copies and loads of 16 bytes, whatever the type.
 #define DYNAMIC_SHARED(type, name) extern __shared__ __align__(16) type name[]
@@ -50,6 +54,17 @@ __device__ unsigned to_bf16(float x) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
     return bits;
 }
+__device__ unsigned to_bf16_pair(float x, float y) {
+    unsigned pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
+    return pair;
+}
+// Products of pairs of bf16, each rounded once.
+__device__ unsigned multiply_pairs(unsigned a, unsigned b) {
+    unsigned products;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(products) : "r"(a), "r"(b));
+    return products;
+}
 // c (16, 8) += a (16, 16) b (16, 8), each lane with its part of them.
 __device__ void multiply_tile(float* c, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -67,6 +82,10 @@ __device__ unsigned to_bf16(float x) {
     const unsigned bits = __float_as_uint(x);
     return x == x ? (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16 : 0x7fffu;
 }
+__device__ unsigned to_bf16_pair(float x, float y) { return to_bf16(x) | to_bf16(y) << 16; }
+__device__ unsigned multiply_pairs(unsigned a, unsigned b) {
+    return to_bf16_pair(low(a) * low(b), high(a) * high(b));
+}
 __device__ float exponential(float x) { return expf(x); }
 __device__ float quotient(float x, float y) { return x / y; }
 #endif
@@ -83,8 +102,10 @@ __device__ void let_consumers_start() {
 #endif
 }
 
-__device__ float low(unsigned pair) { return __uint_as_float(pair << 16); }
-__device__ float high(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
+__device__ uint4 multiply_pairs(const uint4& a, const uint4& b) {
+    return make_uint4(multiply_pairs(a.x, b.x), multiply_pairs(a.y, b.y), multiply_pairs(a.z, b.z),
+                      multiply_pairs(a.w, b.w));
+}
 __device__ float sigmoid(float x) { return quotient(1.f, 1.f + exponential(-x)); }
 
 template <int LANES = 32> __device__ float sum_of_lanes(float x) {
