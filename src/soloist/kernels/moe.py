@@ -14,9 +14,8 @@ Equations, per token, h = rms_norm(x):
 
 Among equals the lowest group, then the lowest expert wins. Rounding: h and a to the model's dtype, as inputs of
 products; the router's logits and everything behind a are fp32, summed from x over the shared expert to the chosen
-experts in ascending order, and rounded once. A GPU's step sums in an order of its own (`moe_step_cuda.py`). Its router
-of more tokens than one rounds x * norm_weight instead of h (`linear_triton.py`), so that one token may choose another
-of two nearly equal experts than the same token beside drafts.
+experts in ascending order, and rounded once. A GPU's step sums in an order of its own (`moe_step_cuda.py`), and its
+router takes x * norm_weight, rounded, and scales the sum.
 """
 
 from dataclasses import asdict, dataclass

@@ -29,8 +29,9 @@ from soloist.kernels.read_ahead import shares
 
 # Most tokens of a step.
 MAX_ROWS = 16
-# Bytes of the next launch's weights that the experts ask for, measured on one H200, `docs/log.md`.
-READ_AHEAD_BYTES = 6 << 20
+# Bytes of the next launch's weights that the experts ask for, half before the choice and half at their end, when the
+# memory is idle; measured on one H200, `docs/log.md`.
+READ_AHEAD_BYTES = 12 << 20
 # Shared memory of a program, and of that what has its size at compile time.
 _MAX_SHARED_BYTES = 227 * 1024
 _MAX_STATIC_BYTES = 48 * 1024
@@ -348,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 experts(const uint4* x, const uint4* norm_weight, float eps, int T, const uint4* router_weight, float* logits,
         const float* bias, const int* width, const uint4* gate_up, const uint4* shared_gate_up, const uint4* down,
         const uint4* shared_down, float limit, float shared_limit, const unsigned short* residual, float* partial,
-        unsigned long long* arrivals, const unsigned short* next_weight, int distance, int num_bytes,
+        unsigned long long* arrivals, const unsigned short* next_weight, int distance, int half_bytes,
         unsigned short* out) {
     // Known to be the same for all lanes, which saves registers.
     const int warp = __shfl_sync(FULL, threadIdx.x / 32, 0), lane = threadIdx.x % 32, b = blockIdx.x;
@@ -417,7 +418,11 @@ experts(const uint4* x, const uint4* norm_weight, float eps, int T, const uint4*
         fetcher.fill(warp, STAGES);
     }
     __syncthreads();
-    if (threadIdx.x == 0 && num_bytes) prefetch_run(next_weight + (size_t)distance * b, num_bytes);
+    const auto read_ahead = [&](int half) {
+        const char* mine = (const char*)(next_weight + (size_t)distance * b);
+        if (threadIdx.x == 0 && half_bytes) prefetch_run(mine + half * half_bytes, half_bytes);
+    };
+    read_ahead(0);
 
     // `n`: stages so far, of which all are left.
     const auto choose = [&](int n) {
@@ -462,6 +467,7 @@ experts(const uint4* x, const uint4* norm_weight, float eps, int T, const uint4*
             fetcher.fetch(warp);
         }
     }
+    read_ahead(1);
     leave_sums(total, touched[b], T, partial + (size_t)b * T * HIDDEN);
     wait_for_all_programs(arrivals);
     add_up(partial, touched, T, residual, out);
@@ -497,8 +503,8 @@ def _meeting(device: torch.device, num_programs: int, num_logits: int) -> _Meeti
 def _size(T: int) -> tuple[int, int]:
     """Rows and warps that a kernel is compiled for: a step of one token, of a tile of eight, of two."""
     rows = next(rows for rows in (1, 8, MAX_ROWS) if rows >= T)
-    # Sums of two tiles take the registers of twice as many.
-    return rows, 8 if rows <= 8 else 16
+    # Sums of two tiles take the registers of twice as many; of one token more warps choose and work sooner.
+    return rows, 8 if rows == 8 else 16
 
 
 def _pitch(D: int) -> int:
@@ -630,7 +636,7 @@ def run_experts(
         gate_up, shared_gate_up, down, shared_down,
         inf if limit is None else limit, inf if shared_limit is None else shared_limit,
         x if adds_residual else None, partial, meeting.arrivals,
-        *((None, 0, 0) if ahead is None else ahead), out,
+        *((None, 0, 0) if ahead is None else (ahead.weight, ahead.distance, ahead.num_bytes // 2)), out,
         shared_bytes=(_UNIT * num_stages + T + 1) * _pitch(D),
     )  # fmt: skip
     return out
