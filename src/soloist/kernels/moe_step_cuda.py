@@ -248,25 +248,24 @@ __device__ void activate(const Choice& s, int slot, int num_rows, int num_tokens
         g[0] += of_gate.x, g[1] += of_gate.y, u[0] += of_up.x, u[1] += of_up.y;
     }
     const float weight = t < num_tokens && s.tokens[slot] >> t & 1u ? s.weight[slot * ROWS + t] : 0.f;
-    unsigned parts[2] = {};
+    float a[2] = {};
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
         // Comparisons that a NaN passes through.
         float silu = g[j] * sigmoid(g[j]);
         silu = silu > bound ? bound : silu;
         const float clamped = u[j] > bound ? bound : u[j] < -bound ? -bound : u[j];
-        float a = 0.f;
-        if (weight != 0.f && lane % 4 * 2 + j < num_rows) a = low(to_bf16(silu * clamped)) * weight;
-        const unsigned first = to_bf16(a);
-        parts[0] |= first << 16 * j;
-        parts[1] |= to_bf16(a - low(first)) << 16 * j;
+        if (weight != 0.f && lane % 4 * 2 + j < num_rows) a[j] = low(to_bf16(silu * clamped)) * weight;
     }
-    act[0][t][lane % 4] = parts[0];
-    act[1][t][lane % 4] = parts[1];
+    const unsigned first = to_bf16_pair(a[0], a[1]);
+    act[0][t][lane % 4] = first;
+    act[1][t][lane % 4] = to_bf16_pair(a[0] - low(first), a[1] - high(first));
 }
 
-// A lane's part of (output, token), of every so-manieth sixteen outputs.
-typedef float Totals[TILES][TOKEN_TILES][4];
+// A lane's part of (output, token), of every so-manieth sixteen outputs. The only token takes all eight columns of a
+// product: they are the same, so a lane keeps two outputs of one in four products, and few registers.
+constexpr int KEPT = ROWS == 1 ? (TILES + 3) / 4 : TILES * TOKEN_TILES;
+typedef float Totals[KEPT][4];
 
 // Both parts of the activations meet the same rows of W_down transposed; rows that are not there are no numbers.
 __device__ void add_outputs(Totals& total, const char* rows, const Activations& act, int num_rows) {
@@ -276,22 +275,36 @@ __device__ void add_outputs(Totals& total, const char* rows, const Activations& 
 #pragma unroll
     for (int i = 0; i < TOKEN_TILES; ++i)
 #pragma unroll
-        for (int j = 0; j < 2; ++j) part[i][j] = act[j][i * 8 + lane / 4][lane % 4];
+        for (int j = 0; j < 2; ++j) part[i][j] = act[j][ROWS == 1 ? 0 : i * 8 + lane / 4][lane % 4];
 #pragma unroll
     for (int i = 0; i < TILES; ++i) {
         if (D_TILES % WARPS && warp + WARPS * i >= D_TILES) break;
         unsigned w[2];
         load_transposed_tiles(w, rows + WARPS * i * 32);
         w[0] &= mask, w[1] &= mask;
+        if (ROWS == 1) {
+            float product[4] = {};
+            multiply_tile(product, w[0], w[1], w[0], w[1], part[0][0], part[0][1]);
+            if (lane % 4 == i % 4) total[i / 4][0] += product[0], total[i / 4][1] += product[2];
+        } else
 #pragma unroll
-        for (int j = 0; j < TOKEN_TILES; ++j)
-            multiply_tile(total[i][j], w[0], w[1], w[0], w[1], part[j][0], part[j][1]);
+            for (int j = 0; j < TOKEN_TILES; ++j)
+                multiply_tile(total[i * TOKEN_TILES + j], w[0], w[1], w[0], w[1], part[j][0], part[j][1]);
     }
 }
 
 // partial (T, HIDDEN) of a program = its sums, of the tokens in `touched`.
 __device__ void leave_sums(const Totals& total, unsigned touched, int T, float* partial) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (ROWS == 1) {
+#pragma unroll
+        for (int i = 0; i < KEPT; ++i) {
+            const int tile = i * 4 + lane % 4, d = warp + WARPS * tile;
+            if (touched && tile < TILES && d < D_TILES)
+                partial[d * 16 + lane / 4] = total[i][0], partial[d * 16 + lane / 4 + 8] = total[i][1];
+        }
+        return;
+    }
 #pragma unroll
     for (int i = 0; i < TOKEN_TILES; ++i)
 #pragma unroll
@@ -303,8 +316,8 @@ __device__ void leave_sums(const Totals& total, unsigned touched, int T, float* 
             for (int k = 0; k < TILES; ++k) {
                 const int d = warp + WARPS * k;
                 if (D_TILES % WARPS && d >= D_TILES) break;
-                p[d * 16] = total[k][i][j];
-                p[d * 16 + 8] = total[k][i][2 + j];
+                p[d * 16] = total[k * TOKEN_TILES + i][j];
+                p[d * 16 + 8] = total[k * TOKEN_TILES + i][2 + j];
             }
         }
 }
