@@ -112,8 +112,6 @@ __device__ void receive(const Mailboxes& m, int generation, int channel, int i, 
 _ALL_REDUCE = r"""
 constexpr int PACKETS = HIDDEN / 8;
 
-__device__ unsigned to_bf16_pair(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
-
 __device__ unsigned sum_pair(const unsigned (&x)[WORLD], unsigned residual) {
     float a = low(x[0]), b = high(x[0]);
 #pragma unroll
