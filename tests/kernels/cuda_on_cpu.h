@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <cassert>
 #include <cmath>
+#include <csetjmp>
 #include <cstring>
+#include <memory>
 #include <ucontext.h>
 #include <utility>
 #include <vector>
@@ -53,12 +55,41 @@ static unsigned cpu_random(unsigned n) {
 }
 
 static struct { int x; } threadIdx, blockIdx, gridDim;
-static ucontext_t cpu_scheduler;
-static std::vector<ucontext_t> cpu_fibers;
 
+static void cpu_main();
+// A thread: how it begins, and where it goes on. Jumps leave the signal mask alone, for which `swapcontext` would ask the
+// system every time.
+struct CpuFiber {
+    ucontext_t context;
+    jmp_buf place;
+    std::unique_ptr<char[]> stack;
+    bool has_begun;
+    void begin() {
+        const size_t num_bytes = 1 << 16;
+        // Not filled: most of it is never touched.
+        if (!stack) stack.reset(new char[num_bytes]);
+        has_begun = false;
+        getcontext(&context);
+        context.uc_stack.ss_sp = stack.get();
+        context.uc_stack.ss_size = num_bytes;
+        makecontext(&context, cpu_main, 0);
+    }
+};
+static std::vector<CpuFiber> cpu_fibers;
+static jmp_buf cpu_scheduler;
+
+// Returns when thread i waits or has ended.
+static void cpu_resume(int i) {
+    threadIdx.x = i;
+    if (_setjmp(cpu_scheduler)) return;
+    CpuFiber& fiber = cpu_fibers[i];
+    if (fiber.has_begun) _longjmp(fiber.place, 1);
+    fiber.has_begun = true;
+    setcontext(&fiber.context);
+}
 static void cpu_yield() {
     const int me = threadIdx.x;
-    swapcontext(&cpu_fibers[me], &cpu_scheduler);
+    if (!_setjmp(cpu_fibers[me].place)) _longjmp(cpu_scheduler, 1);
     threadIdx.x = me;
 }
 
@@ -183,13 +214,12 @@ static void cpu_main() {
     const int me = threadIdx.x;
     cpu_body();
     cpu_is_done[me] = 1;
-    swapcontext(&cpu_fibers[me], &cpu_scheduler);
+    _longjmp(cpu_scheduler, 1);
 }
 
 // A program of a cluster while another one runs.
 struct CpuResting {
-    std::vector<ucontext_t> fibers;
-    std::vector<std::vector<char>> stacks;
+    std::vector<CpuFiber> fibers;
     std::vector<char> is_done, shared;
     std::vector<CpuBarrier> warps;
     std::vector<unsigned> exchange;
@@ -272,8 +302,7 @@ static void cpu_run(int programs, int threads, void (*body)()) {
     cpu_cluster.resize(programs);
     cpu_cluster_barrier = {programs * threads};
     for (CpuResting& p : cpu_cluster) {
-        p.fibers.assign(threads, {});
-        p.stacks.resize(threads, std::vector<char>(1 << 16));
+        p.fibers.resize(threads);
         p.is_done.assign(threads, 0);
         p.warps.assign(threads / 32, {32});
         p.exchange.assign(threads, 0);
@@ -283,12 +312,7 @@ static void cpu_run(int programs, int threads, void (*body)()) {
         p.is_waiting.assign(threads, 0);
         // Nothing is there before a program writes it: no numbers, or zeros.
         p.shared.assign(__stop_shared_memory - __start_shared_memory, cpu_seed % 2 ? 0 : (char)0xff);
-        for (int i = 0; i < threads; ++i) {
-            getcontext(&p.fibers[i]);
-            p.fibers[i].uc_stack.ss_sp = p.stacks[i].data();
-            p.fibers[i].uc_stack.ss_size = p.stacks[i].size();
-            makecontext(&p.fibers[i], cpu_main, 0);
-        }
+        for (CpuFiber& fiber : p.fibers) fiber.begin();
     }
     for (bool is_busy = true; is_busy;) {
         is_busy = false;
@@ -308,10 +332,7 @@ static void cpu_run(int programs, int threads, void (*body)()) {
                     const int warp = (n / 32 + first / 32) % warps, i = warp * 32 + (n ^ first) % 32;
                     if (n % 32 == 0) stays = cpu_random(rests[warp]) != 0;
                     if (i >= threads || cpu_is_done[i]) continue;
-                    if (!stays) {
-                        threadIdx.x = i;
-                        swapcontext(&cpu_scheduler, &cpu_fibers[i]);
-                    }
+                    if (!stays) cpu_resume(i);
                     goes_on |= !cpu_is_done[i] && !p.is_waiting[i];
                     is_busy |= !cpu_is_done[i];
                 }

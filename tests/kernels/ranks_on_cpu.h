@@ -6,8 +6,7 @@
 struct CpuStore { unsigned* p; unsigned x; int rank; bool is_own; };
 struct CpuProgram {
     int block, num_left;
-    std::vector<ucontext_t> fibers;
-    std::vector<std::vector<char>> stacks;
+    std::vector<CpuFiber> fibers;
     std::vector<char> is_done, shared;
     std::vector<CpuBarrier> warps;
     std::vector<unsigned> exchange;
@@ -65,18 +64,12 @@ static void cpu_begin_program(CpuProgram& p, int block, int threads) {
     p.block = block;
     p.num_left = threads;
     p.fibers.resize(threads);
-    p.stacks.assign(threads, std::vector<char>(1 << 14));
     p.is_done.assign(threads, 0);
     p.exchange.assign(threads, 0);
     p.warps.assign(threads / 32, {32});
     p.barrier = {threads};
     p.shared.assign(__stop_shared_memory - __start_shared_memory, 0x55);
-    for (int i = 0; i < threads; ++i) {
-        getcontext(&p.fibers[i]);
-        p.fibers[i].uc_stack.ss_sp = p.stacks[i].data();
-        p.fibers[i].uc_stack.ss_size = p.stacks[i].size();
-        makecontext(&p.fibers[i], cpu_main, 0);
-    }
+    for (CpuFiber& fiber : p.fibers) fiber.begin();
 }
 
 static void cpu_arrive(size_t i) {
@@ -104,8 +97,7 @@ static void cpu_go_on(CpuRank& rank) {
     const int threads = call.threads, first = cpu_random(threads), step = 2 * cpu_random(threads / 2) + 1;
     for (int n = cpu_random(2 * threads) + 1, i = first; n; --n, i = (i + step) % threads)
         if (!cpu_is_done[i]) {
-            threadIdx.x = i;
-            swapcontext(&cpu_scheduler, &cpu_fibers[i]);
+            cpu_resume(i);
             p.num_left -= cpu_is_done[i];
         }
     cpu_exchange_program(p);
@@ -121,7 +113,7 @@ static void cpu_go_on(CpuRank& rank) {
 extern "C" void run_ranks(int num_ranks, const char** ends, int num_calls, const int* calls, void*** values, unsigned seed) {
     cpu_random_state = seed;
     cpu_clock = 1;
-    cpu_ranks.assign(num_ranks, {});
+    cpu_ranks.clear(), cpu_ranks.resize(num_ranks);
     for (int r = 0; r < num_ranks; ++r) { cpu_ranks[r].first = ends[2 * r]; cpu_ranks[r].end = ends[2 * r + 1]; }
     for (int i = 0; i < num_calls; ++i)
         cpu_ranks[calls[4 * i]].calls.push_back({calls[4 * i + 1], calls[4 * i + 2], calls[4 * i + 3], values[i]});

@@ -17,6 +17,7 @@ import torch
 
 from soloist.kernels import nvrtc
 from soloist.kernels.mailboxes import EMPTY, Mailboxes, num_words, view_mailboxes
+from tests.kernels.cuda_on_cpu import OPTIONS
 from tests.kernels.device import DEVICE
 
 HEADER = Path(__file__).with_suffix(".h")
@@ -58,8 +59,8 @@ def _compile(kernels: tuple[Kernel, ...]) -> ctypes.CDLL:
     parts.append(f"void (*const cpu_kernels[])(void**) = {{{', '.join(table)}}};")
     with tempfile.TemporaryDirectory() as folder:
         library = str(Path(folder, "ranks.so"))
-        options = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-x", "c++", "-", "-o", library]
-        done = subprocess.run([compiler, *options], input="\n".join(parts), capture_output=True, text=True, check=False)
+        command = [compiler, *OPTIONS, "-", "-o", library]
+        done = subprocess.run(command, input="\n".join(parts), capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-4000:]
         return ctypes.CDLL(library)
 
