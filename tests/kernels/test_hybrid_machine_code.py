@@ -117,8 +117,7 @@ BUDGETS = {
     "conclude_kernel": (32, 1),
     "finish_kernel": (48, 1),
     "experts": (168, 24),
-    # Eighty sums of a lane for eight tokens, of which one counts.
-    "experts_of_a_token": (216, 24),
+    "experts_of_a_token": (128, 12),
     "kda_step": (128, 2),
     "kda_verify": (120, 32),
     "kda_commit": (96, 16),
@@ -133,7 +132,7 @@ def test_every_kernel_keeps_its_budget(kernels: dict[str, Compiled]):
         registers, shared_kib = BUDGETS[name]
         assert kernel.registers <= registers, kernel
         assert kernel.shared_bytes <= shared_kib * 1024, kernel
-        assert kernel.stack_bytes <= 16, kernel
+        assert kernel.stack_bytes <= (0 if name == "experts_of_a_token" else 16), kernel
 
 
 def test_every_kernel_waits_for_what_it_reads(kernels: dict[str, Compiled]):

@@ -301,7 +301,8 @@ def test_routers_of_other_sizes_equal_the_reference(E: int, programs: int, monke
 def test_no_launch_takes_logits_of_another_one():
     waits = None
     for _ in range(5):
-        call = make_call(1, D=32, F=32)
+        # Some warps have two tiles of the inputs, some one.
+        call = make_call(1, D=544, F=32)
         # An expert that was not chosen answers with NaN.
         logits = logits_of_a_launch(call)
         chosen, _ = moe.route_ref(logits, call["expert_bias"], call["settings"])
@@ -357,16 +358,34 @@ def test_a_router_that_the_kernel_does_not_take_has_a_launch_of_its_own(monkeypa
         asked.clear()
 
 
+@pytest.mark.parametrize("num_bytes", [0, 2 << 20, 64 << 20])
+def test_the_next_weights_are_asked_for_within_their_bounds(num_bytes: int, monkeypatch: pytest.MonkeyPatch):
+    """In two halves: less than they have, and all of it."""
+    asked = []
+    monkeypatch.setattr(moe_step_cuda, "launch", lambda *arguments, **_: asked.append(arguments))
+    call = make_call(2) | {"next_weight": torch.empty(num_bytes // 2, dtype=BF16, device=DEVICE) if num_bytes else None}
+    run(call)
+    num_programs = asked[0][1][0]
+    weight, distance, half_bytes, _ = asked[0][-4:]
+    assert weight is call["next_weight"]
+    if num_bytes:
+        assert half_bytes % 16 == 0 and 0 < 2 * half_bytes <= 2 * distance
+        assert distance * num_programs <= weight.numel() and distance % 8 == 0
+        assert 2 * half_bytes * num_programs == pytest.approx(min(num_bytes, moe_step_cuda.READ_AHEAD_BYTES), rel=0.05)
+
+
 @pytest.mark.skipif(not IS_INTERPRETED, reason="a GPU's warps go on in their own order")
 @pytest.mark.parametrize("stages", [3, 4])
 @pytest.mark.parametrize(("T", "has_router"), [(1, True), (1, False), (5, False), (9, False)])
 def test_no_order_of_warps_changes_a_bit(stages: int, has_router: bool, T: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(moe_step_cuda, "_num_stages", lambda *_: stages)
     monkeypatch.setattr(moe_step_cuda, "_num_programs", lambda _: 4 if has_router else NUM_PROGRAMS)
-    # Each program has whole units and parts of them, and one token's first run ends within the ring.
-    call = make_call(T, D=64, F=20, num_shared=2, settings=replace(GROUPED, num_experts_per_tok=2))
+    # Each program has whole units and parts of them, and one token's first run ends within the ring. A router's warps
+    # all have inputs.
+    D = 544 if has_router else 64
+    call = make_call(T, D=D, F=20, num_shared=2, settings=replace(GROUPED, num_experts_per_tok=2))
     first = check(call, has_router=has_router)
-    for seed in range(1, 5):
+    for seed in range(1, 9 if has_router else 5):
         monkeypatch.setattr(moe_step_cuda, "launch", partial(cuda_on_cpu.launch, seed=seed))
         assert torch.equal(run(call, has_router=has_router), first)
 

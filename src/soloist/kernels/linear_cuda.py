@@ -26,9 +26,9 @@ _LOADS_AHEAD = 16
 # Shared memory that the tokens may take.
 _SHARED_BYTES = 208 * 1024
 # From this many bytes of weights on it is the faster form: on one H200 15 against 19 us for 52 MB at one token, 17
-# against 24 at nine; with it for 32 MB a step of Ling-3.0-tiny is up to 3 % shorter (`docs/log.md`). Below, strips
-# between which the next launch's programs find room are as fast.
-_MIN_WEIGHT_BYTES = 20_000_000
+# against 24 at nine; with it for 32 MB a step of Ling-3.0-tiny is about 0.5 % shorter at one token and at nine
+# (`docs/log.md`). Below, strips between which the next launch's programs find room are as fast.
+_MIN_WEIGHT_BYTES = 30_000_000
 
 _SOURCE = (
     PRELUDE

@@ -2,8 +2,8 @@
 
 One program per multiprocessor, all there at once:
 
-1. Each normalises the rows. Of one token it multiplies them with its part of the router, whose rows came before the
-   wait, and leaves the logits to all; of more a launch in front has. Each then chooses the experts by itself
+1. Each normalises the rows. Of one token it multiplies x * norm_weight with its part of the router, whose rows came
+   before the wait, and leaves the logits to all; of more a launch in front has. Each then chooses the experts by itself
    (`moe_choice_cuda.py`): that costs less than waiting for another launch.
 2. An expert's width f has one row of D in each of its three maps: gate, up, and W_down transposed. All such rows of
    all chosen experts are one list, of which each program has an equal share. It takes eight f at a time: gate and up
@@ -53,6 +53,7 @@ constexpr int TOKEN_TILES = ROWS > 8 ? 2 : 1, SPLIT = WARPS / 2, INPUT_TILES = H
 constexpr int D_TILES = HIDDEN / 16, TILES = (D_TILES + WARPS - 1) / WARPS;
 constexpr int D_PIECES = HIDDEN / 8;
 static_assert(ROWS <= WARPS, "a token has a warp");
+static_assert(!HAS_ROUTER || ROWS == 1, "what the router takes lies in the place of the norm's weight, once");
 // Threads that normalise a row.
 constexpr int NORM_THREADS = ROWS == 1 ? THREADS : 32, NORM_LOADS = (D_PIECES + NORM_THREADS - 1) / NORM_THREADS;
 
@@ -89,7 +90,7 @@ __device__ void multiply(const uint4& w, const uint4& x, float& even, float& odd
 }
 
 // h (D_PIECES) = norm of a row of x, by a warp, or of a step's only one by all; returns the norm's scale. For a router
-// x * weight, rounded, takes the weight's place: behind the first barrier for all.
+// x * weight, rounded, takes the weight's place: the barrier of the squares is in front of its readers.
 __device__ float normalise(const uint4* x, uint4* weight, float eps, uint4* h) {
     const int me = threadIdx.x % NORM_THREADS;
     uint4 mine[NORM_LOADS], norm_weight[NORM_LOADS];
@@ -431,9 +432,9 @@ experts(const uint4* x, const uint4* norm_weight, float eps, int T, const uint4*
         fetcher.fill(warp, STAGES);
     }
     __syncthreads();
-    const auto read_ahead = [&](int half) {
+    const auto read_ahead = [&](int part) {
         const char* mine = (const char*)(next_weight + (size_t)distance * b);
-        if (threadIdx.x == 0 && half_bytes) prefetch_run(mine + half * half_bytes, half_bytes);
+        if (threadIdx.x == 0 && half_bytes) prefetch_run(mine + part * half_bytes, half_bytes);
     };
     read_ahead(0);
 
@@ -516,7 +517,7 @@ def _meeting(device: torch.device, num_programs: int, num_logits: int) -> _Meeti
 def _size(T: int) -> tuple[int, int]:
     """Rows and warps that a kernel is compiled for: a step of one token, of a tile of eight, of two."""
     rows = next(rows for rows in (1, 8, MAX_ROWS) if rows >= T)
-    # Sums of two tiles take the registers of twice as many; of one token more warps choose and work sooner.
+    # Sums of two tiles take the registers of twice as many; of one token more warps normalise and multiply.
     return rows, 8 if rows == 8 else 16
 
 
@@ -649,7 +650,7 @@ def run_experts(
         gate_up, shared_gate_up, down, shared_down,
         inf if limit is None else limit, inf if shared_limit is None else shared_limit,
         x if adds_residual else None, partial, meeting.arrivals,
-        *((None, 0, 0) if ahead is None else (ahead.weight, ahead.distance, ahead.num_bytes // 2)), out,
+        *((None, 0, 0) if ahead is None else (ahead.weight, ahead.distance, ahead.num_bytes // 32 * 16)), out,
         shared_bytes=(_UNIT * num_stages + T + 1) * _pitch(D),
     )  # fmt: skip
     return out

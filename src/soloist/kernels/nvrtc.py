@@ -54,6 +54,7 @@ __device__ unsigned to_bf16(float x) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
     return bits;
 }
+// The first is the low half.
 __device__ unsigned to_bf16_pair(float x, float y) {
     unsigned pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
