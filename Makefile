@@ -74,7 +74,7 @@ test-gpu:  ## Every kernel and the captured step on this machine's GPU, with PYT
 	$(GPU_PYTEST) \
 	    $$($(PYTHON) -c 'import os, xdist; print("-n", min(12, os.cpu_count()), "--dist worksteal")' 2>/dev/null) \
 	    tests/kernels tests/runtime tests/profiler tests/spec/test_draft_graph.py $(SEVERAL_GPUS:%=--ignore=%) \
-	    -k "(triton or head or graph or cuda or kda_kernels or gpu or loop or waits or ahead) and not machine_code" || status=$$?; \
+	    -k "(triton or head or graph or cuda or gpu or loop or waits or ahead) and not machine_code" || status=$$?; \
 	$(GPU_PYTEST) $(SEVERAL_GPUS) || status=$$?; exit $$status
 
 bench-gpu:  ## Steps of full-size models on this machine's GPU, and every operator by width; with GPUS=2, 4 or 8 Ling-3.0-flash whole on so many

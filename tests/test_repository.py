@@ -172,3 +172,12 @@ def test_the_page_of_the_command_line_is_what_make_docs_writes():
     generate = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate)
     assert (ROOT / "docs" / "cli.md").read_text(encoding="utf-8") == generate.render(), "run `make docs`"
+
+
+def test_make_test_gpu_chooses_every_module_that_runs_on_the_device():
+    match = re.search(r'-k "\(([a-z_ ]+)\)', (ROOT / "Makefile").read_text())
+    assert match is not None
+    keywords = match[1].split(" or ")
+    on_device = [path for path in (ROOT / "tests" / "kernels").glob("test_*.py") if "DEVICE" in path.read_text()]
+    assert on_device
+    assert [path.name for path in on_device if not any(word in path.name for word in keywords)] == []
